@@ -1,0 +1,353 @@
+"""Every setting of a training run: sections, flags, YAML, checks, help.
+
+A section is a frozen dataclass for one consumer, which receives its section and never the whole.  On the command line and
+in YAML the fields are flat and carry the names of diffusers' FLUX scripts.  Order: defaults < --config run.yaml < flags.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from ds_flux import UserError
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """run"""
+
+    output_dir: str = "out"
+    """folder for checkpoints, logs and the resolved settings"""
+    seed: int = 0
+    """decides, with a sample's identity, everything random about it; and the order of the data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """model"""
+
+    pretrained_model_name_or_path: str | None = None
+    """diffusers-layout folder or hub id; every component comes from here unless it is replaced below"""
+    revision: str | None = None
+    """branch, tag or commit of the hub id"""
+    variant: str | None = None
+    """file name variant of the weights, e.g. bf16"""
+    transformer_path: str | None = None
+    """another folder for the transformer, e.g. one that `ds-flux consolidate` wrote"""
+    vae_path: str | None = None
+    """another folder for the autoencoder"""
+    text_encoder_path: str | None = None
+    """another folder for the first text encoder (CLIP for FLUX.1)"""
+    text_encoder_2_path: str | None = None
+    """another folder for the second text encoder (T5 for FLUX.1)"""
+    tokenizer_path: str | None = None
+    """another folder for the first tokenizer"""
+    tokenizer_2_path: str | None = None
+    """another folder for the second tokenizer"""
+    scheduler_path: str | None = None
+    """another folder for the sampling scheduler"""
+    from_scratch: bool = False
+    """do not read transformer weights: initialise them from the seed (pre-training)"""
+    transformer_config: str | None = None
+    """with --from_scratch: a flavour (debug, dev, schnell) or the path of a config.json; default: the model folder's own"""
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    """bf16: bf16 weights with fp32 masters in the optimizer; no: fp32 throughout"""
+    gradient_checkpointing: bool = False
+    """recompute each block's activations in the backward pass: less memory, about a third more computation"""
+    shard_text_encoder: bool = True
+    """keep the large text encoder in a ZeRO-3 engine of its own; off: whole on every rank"""
+    max_sequence_length: int | None = None
+    """text tokens; default: what the checkpoint was made for (512 with guidance embedding, 256 without)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA"""
+
+    rank: int | None = None
+    """train a LoRA of this rank; default: train all weights"""
+    lora_alpha: float | None = None
+    """scale is lora_alpha / rank; default: the rank"""
+    lora_dropout: float = 0.0
+    """dropout in front of the adapters"""
+    lora_layers: str | None = None
+    """comma-separated module names to adapt; default: the attention and feed-forward layers diffusers' script adapts"""
+    lora_init_from: str | None = None
+    """start from this LoRA file (pytorch_lora_weights.safetensors or its folder)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """data"""
+
+    dataset_name: str | None = None
+    """hub id or local path, for the `datasets` library"""
+    dataset_config_name: str | None = None
+    """which configuration of the data set"""
+    image_column: str = "image"
+    """column with the images"""
+    caption_column: str | None = None
+    """column with the captions; default: --instance_prompt for every image"""
+    instance_data_dir: str | None = None
+    """folder of images, each with its caption in a .txt file of the same name, or --instance_prompt"""
+    instance_prompt: str | None = None
+    """caption of every image that has none of its own"""
+    resolution: int = 512
+    """images are scaled and cropped to this many pixels square; a multiple of 16"""
+    center_crop: bool = False
+    """crop the centre; off: a random place"""
+    random_flip: bool = False
+    """flip half of the images left to right"""
+    proportion_empty_prompts: float = 0.0
+    """share of samples whose prompt is emptied for all text encoders at once"""
+    text_encoder_dropout: float = 0.0
+    """share of samples whose prompt is emptied for the first text encoder, independently of the second (pre-training)"""
+    text_encoder_2_dropout: float = 0.0
+    """the same for the second text encoder"""
+    dataloader_num_workers: int = 0
+    """processes that decode images; 0: the training process itself"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """objective (rectified flow)"""
+
+    weighting_scheme: Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"] = "none"
+    """how sigma is drawn and the loss weighted, as in diffusers' scripts"""
+    logit_mean: float = 0.0
+    """logit_normal: mean; as in diffusers, positive favours the data side"""
+    logit_std: float = 1.0
+    """logit_normal: standard deviation"""
+    mode_scale: float = 1.29
+    """mode: scale"""
+    timestep_shift: str = "none"
+    """none; resolution (the shift the pipeline samples with at this size); or a number >= 1 that moves sigma towards noise"""
+    guidance_scale: float = 3.5
+    """value of the distilled guidance while training; only for models with a guidance embedding (1.0 is often better)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """optimizer and schedule (written into DeepSpeed's config)"""
+
+    learning_rate: float = 1e-4
+    """peak learning rate"""
+    adam_beta1: float = 0.9
+    """AdamW beta 1"""
+    adam_beta2: float = 0.999
+    """AdamW beta 2"""
+    adam_weight_decay: float = 1e-4
+    """AdamW weight decay"""
+    adam_epsilon: float = 1e-8
+    """AdamW epsilon"""
+    max_grad_norm: float = 1.0
+    """clip the global gradient norm; 0: do not clip"""
+    lr_scheduler: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+    ] = "constant"
+    """diffusers' schedule names"""
+    lr_warmup_steps: int = 0
+    """warm-up in optimizer steps, whatever the number of processes"""
+    lr_num_cycles: int = 1
+    """cosine_with_restarts: number of cycles"""
+    lr_power: float = 1.0
+    """polynomial: power"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """length and batch"""
+
+    train_batch_size: int = 1
+    """images per process and micro step"""
+    gradient_accumulation_steps: int = 1
+    """micro steps per optimizer step"""
+    max_train_steps: int | None = None
+    """optimizer steps; default: what --num_train_epochs needs"""
+    num_train_epochs: int = 1
+    """passes over the data, unless --max_train_steps is given"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """checkpoints"""
+
+    checkpointing_steps: int = 500
+    """optimizer steps between checkpoints; the last step always has one"""
+    checkpoints_total_limit: int | None = None
+    """keep only this many, the newest; default: all"""
+    resume_from_checkpoint: str | None = None
+    """latest, or the path of a checkpoint folder; default: start anew"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """DeepSpeed"""
+
+    deepspeed_config: str = "ds_configs/zero3.json"
+    """DeepSpeed JSON of the transformer's engine; "auto" in it means: the flags decide"""
+    text_encoder_deepspeed_config: str = "ds_configs/text_encoder_zero3.json"
+    """DeepSpeed JSON of the frozen text encoder's engine"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One complete training run."""
+
+    run: RunConfig
+    model: ModelConfig
+    lora: LoraConfig
+    data: DataConfig
+    flow: FlowConfig
+    optim: OptimConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    zero: ZeroConfig
+
+    def flat(self) -> dict[str, Any]:
+        """{flag: value} of every section."""
+        return {f.name: getattr(section, f.name) for section in vars(self).values() for f in fields(section)}
+
+    def to_yaml(self) -> str:
+        """The settings as a YAML file that --config reads back."""
+        return yaml.safe_dump(self.flat(), sort_keys=False)
+
+
+SECTIONS: dict[str, type] = {f.name: f.type for f in fields(Config)}
+
+
+def load(argv: list[str], prog: str = "ds-flux train") -> tuple[Config, bool]:
+    """The settings of `argv`, and whether it asks for a dry run.
+
+    Raises:
+        UserError: unknown flag or key (the nearest known one is named), wrong type, or a contradiction.
+    """
+    parser = ArgumentParser(prog=prog, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with these same flat keys; the command line wins")
+    parser.add_argument("--dry_run", type=bool, default=False, help="print what would run, and exit")
+    for section in SECTIONS.values():
+        parser.add_class_arguments(section)
+    namespace = parse(parser, argv)
+    sections = {
+        name: section(**{f.name: namespace[f.name] for f in fields(section)}) for name, section in SECTIONS.items()
+    }
+    config = Config(**sections)
+    check(config)
+    return config, namespace["dry_run"]
+
+
+def parse(parser: ArgumentParser, argv: list[str]) -> Any:
+    """`parser.parse_args` that also takes bare switches, and whose errors are one line with the nearest known name."""
+    flags = {option[2:]: action for action in parser._actions for option in action.option_strings if option[:2] == "--"}
+    switches = {name for name, action in flags.items() if "{true,false}" in (action.metavar or "") or is_switch(action)}
+    for argument in argv:
+        if argument.startswith("--"):
+            check_known([argument[2:].split("=")[0].split("+")[0]], flags, "flag", "--")
+    try:
+        for path in values_of(argv, "--config"):
+            check_known(read_yaml(path), set(flags) - {"help", "config", "print_config"}, f"key in {path}")
+        return parser.parse_args(with_explicit_switches(argv, switches))
+    except ArgumentError as error:
+        raise UserError(" ".join(str(error).split())) from None
+
+
+def is_switch(action: Any) -> bool:
+    """Whether a parser action takes true or false (jsonargparse keeps the type in a private attribute)."""
+    return action.type is bool or vars(action).get("_typehint") is bool
+
+
+def with_explicit_switches(argv: list[str], switches: set[str]) -> list[str]:
+    """diffusers' scripts write `--random_flip`; the typed parser wants `--random_flip true`."""
+    out = []
+    for argument, following in zip(argv, [*argv[1:], "--"]):
+        out.append(argument)
+        if argument[2:] in switches and argument[:2] == "--" and following.lower() not in ("true", "false", "yes", "no"):
+            out.append("true")
+    return out
+
+
+def values_of(argv: list[str], flag: str) -> list[str]:
+    """What `flag` is set to in argv, as `flag value` or `flag=value`."""
+    spaced = [value for name, value in zip(argv, argv[1:]) if name == flag]
+    return spaced + [a.split("=", 1)[1] for a in argv if a.startswith(flag + "=")]
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """A flat YAML mapping.  Raises UserError when the file is absent or something else."""
+    if not Path(path).is_file():
+        raise UserError(f"--config {path}: no such file")
+    try:
+        settings = yaml.safe_load(Path(path).read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"--config {path}: expected `key: value` lines, got a {type(settings).__name__}")
+    return settings
+
+
+def check_known(names: Iterable[str], known: Iterable[str], what: str, prefix: str = "") -> None:
+    """Raise UserError for the first of `names` that is not among `known`, naming the nearest."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+            hint = f"; the nearest known one is {prefix}{near[0]}" if near else ""
+            raise UserError(f"unknown {what}: {prefix}{name}{hint}")
+
+
+def check(config: Config) -> None:
+    """Contradictions between settings, which no single type can hold.  Raises UserError."""
+    model, lora, data, flow, train = config.model, config.lora, config.data, config.flow, config.train
+    shares = ("proportion_empty_prompts", "text_encoder_dropout", "text_encoder_2_dropout")
+    positive = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps")
+    flat = config.flat()
+    rules = [
+        (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
+        (model.transformer_config is not None and not model.from_scratch, "--transformer_config needs --from_scratch"),
+        (
+            model.transformer_path is not None and model.from_scratch,
+            "--transformer_path and --from_scratch contradict each other: give one",
+        ),
+        (
+            (data.dataset_name is None) == (data.instance_data_dir is None),
+            "give either --dataset_name or --instance_data_dir" + (", not both" if data.dataset_name else ""),
+        ),
+        (
+            data.dataset_name is not None and (data.caption_column or data.instance_prompt) is None,
+            "--dataset_name needs --caption_column or --instance_prompt",
+        ),
+        (
+            data.instance_data_dir is not None and data.caption_column is not None,
+            "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt files",
+        ),
+        (data.resolution % 16 != 0 or data.resolution < 16, f"--resolution {data.resolution} is not a multiple of 16"),
+        (lora.rank is not None and lora.rank < 1, f"--rank {lora.rank} must be 1 or more"),
+        (
+            lora.rank is None and lora != LoraConfig(),
+            "LoRA flags without --rank have no effect: give --rank, or leave them out",
+        ),
+        (not is_shift(flow.timestep_shift), f"--timestep_shift {flow.timestep_shift}: expected none, resolution or a number > 0"),
+        *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in shares],
+        *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in positive],
+        (
+            train.max_train_steps is not None and train.max_train_steps < 1,
+            f"--max_train_steps {train.max_train_steps} must be 1 or more",
+        ),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+
+
+def is_shift(text: str) -> bool:
+    """Whether --timestep_shift has a meaning."""
+    try:
+        return text in ("none", "resolution") or float(text) > 0
+    except ValueError:
+        return False

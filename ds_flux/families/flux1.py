@@ -1,0 +1,97 @@
+"""FLUX.1: dev, schnell, Krea; CLIP and T5."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+from ds_flux.families.spec import FluxFamily, TextEncoderSpec
+
+
+def latent_statistics(autoencoder: AutoencoderKL) -> tuple[Tensor, Tensor]:
+    """One mean and one standard deviation for all channels: the pipeline's (x - shift_factor) * scaling_factor."""
+    config = autoencoder.config
+    shape = (1, 4 * config.latent_channels, 1, 1)
+    return torch.full(shape, config.shift_factor), torch.full(shape, 1 / config.scaling_factor)
+
+
+def encode_text(
+    encoders: dict[str, Callable[..., Any]],
+    tokenizers: dict[str, Any],
+    prompts: dict[str, list[str]],
+    max_sequence_length: int,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """What `FluxPipeline.encode_prompt` computes: T5's states (B, L, D), padding included, and CLIP's pooled state (B, D).
+
+    Args:
+        prompts: {text encoder: one prompt for each sample}; they differ where prompt dropout emptied one of them.
+    """
+    clip, t5 = "text_encoder", "text_encoder_2"
+    clip_ids = tokenize(tokenizers[clip], prompts[clip], tokenizers[clip].model_max_length)
+    t5_ids = tokenize(tokenizers[t5], prompts[t5], max_sequence_length)
+    return {
+        "encoder_hidden_states": encoders[t5](input_ids=t5_ids.to(device))[0],
+        "pooled_projections": encoders[clip](input_ids=clip_ids.to(device)).pooler_output,
+    }
+
+
+def tokenize(tokenizer: Any, prompts: list[str], max_length: int) -> Tensor:
+    """Token ids (B, max_length): padded to the full length, as the pipeline does, and cut there."""
+    return tokenizer(prompts, padding="max_length", max_length=max_length, truncation=True, return_tensors="pt").input_ids
+
+
+def sampling_mu(num_image_tokens: int, _num_steps: int) -> float:
+    """`calculate_shift` of diffusers' FLUX.1 pipeline with the released schedulers' values."""
+    slope = (1.15 - 0.5) / (4096 - 256)
+    return slope * num_image_tokens + 0.5 - slope * 256
+
+
+RELEASED = dict(
+    num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24, in_channels=64,
+    joint_attention_dim=4096, pooled_projection_dim=768, axes_dims_rope=(16, 56, 56),
+)  # fmt: skip
+DEBUG = dict(
+    num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, in_channels=64,
+    joint_attention_dim=4096, pooled_projection_dim=768, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
+)  # fmt: skip
+
+FLUX1 = FluxFamily(
+    name="flux1",
+    transformer_class=FluxTransformer2DModel,
+    autoencoder_class=AutoencoderKL,
+    text_encoders=(
+        TextEncoderSpec(
+            component="text_encoder",
+            tokenizer="tokenizer",
+            model_class=CLIPTextModel,
+            tokenizer_class=CLIPTokenizer,
+            is_large=False,
+        ),
+        TextEncoderSpec(
+            component="text_encoder_2",
+            tokenizer="tokenizer_2",
+            model_class=T5EncoderModel,
+            tokenizer_class=T5TokenizerFast,
+            is_large=True,
+        ),
+    ),
+    num_position_axes=3,
+    reference_t_stride=1,
+    lora_layers=(
+        "attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0",
+        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+    ),  # fmt: skip
+    flavours={
+        "debug": DEBUG,
+        "dev": {**RELEASED, "guidance_embeds": True},
+        "schnell": {**RELEASED, "guidance_embeds": False},
+    },
+    latent_statistics=latent_statistics,
+    encode_text=encode_text,
+    sampling_mu=sampling_mu,
+)

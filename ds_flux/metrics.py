@@ -1,0 +1,89 @@
+"""What a run shows of itself: progress bar, TensorBoard, and the same figures as JSON lines."""
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+NUM_SIGMA_BINS = 8
+
+
+class LossSums:
+    """Loss of one optimizer step, summed over its micro steps; one vector, so one all-reduce makes it global."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(2 + 2 * NUM_SIGMA_BINS, dtype=torch.float64)
+
+    def add(self, loss: Tensor, sigma: Tensor) -> None:
+        """Count the per-sample losses (B,) of one micro step at their sigma (B,)."""
+        loss = loss.detach().double().cpu()
+        bins = (sigma.cpu() * NUM_SIGMA_BINS).long().clamp(max=NUM_SIGMA_BINS - 1)
+        self.sums[0] += loss.sum()
+        self.sums[1] += len(loss)
+        self.sums[2 : 2 + NUM_SIGMA_BINS].index_add_(0, bins, loss)
+        self.sums[2 + NUM_SIGMA_BINS :].index_add_(0, bins, torch.ones_like(loss))
+
+    @staticmethod
+    def figures(sums: Tensor) -> dict[str, float]:
+        """{name: value} of sums that were added over all ranks: the mean loss, and the loss of each sigma bin."""
+        totals, counts = sums[2 : 2 + NUM_SIGMA_BINS].tolist(), sums[2 + NUM_SIGMA_BINS :].tolist()
+        by_bin = {
+            f"loss_by_sigma/{i / NUM_SIGMA_BINS:.3f}": total / count
+            for i, (total, count) in enumerate(zip(totals, counts))
+            if count
+        }
+        return {"loss": (sums[0] / sums[1]).item(), **by_bin}
+
+
+def peak_host_memory_gib() -> float:
+    """Peak resident memory of this process, by the operating system's count."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+class MetricsWriter:
+    """Rank 0's outlets; on other ranks every call does nothing."""
+
+    def __init__(self, output_dir: Path, first_step: int, last_step: int, active: bool) -> None:
+        self.active = active
+        self.last_time_s = time.perf_counter()
+        if not active:
+            return
+        logs = output_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        keep_lines_before(logs / "metrics.jsonl", first_step)
+        self.lines = (logs / "metrics.jsonl").open("a")
+        self.board = SummaryWriter(logs, purge_step=first_step + 1 if first_step else None)
+        self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
+
+    def write(self, step: int, figures: dict[str, float], num_images: int) -> None:
+        """Record the figures of an optimizer step that used `num_images` images; adds images per second."""
+        if not self.active:
+            return
+        now_s = time.perf_counter()
+        figures = {**figures, "images_per_s": num_images / (now_s - self.last_time_s)}
+        self.last_time_s = now_s
+        for name, value in figures.items():
+            self.board.add_scalar(name, value, step)
+        self.lines.write(json.dumps({"step": step, **figures}) + "\n")
+        self.lines.flush()
+        self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
+        self.bar.update()
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self.active:
+            self.bar.close()
+            self.board.close()
+            self.lines.close()
+
+
+def keep_lines_before(path: Path, first_step: int) -> None:
+    """Drop the lines of steps that a resumed run will do again (and all of them when it starts anew)."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= first_step]
+        path.write_text("".join(kept))

@@ -1,0 +1,171 @@
+"""Processes: the group, this rank and its device; agreement between ranks; messages from rank 0; leaving.
+
+A collective that one rank misses hangs all the others.  So whatever can fail on one rank alone runs inside `together`, and
+whatever only one rank notices (a signal) is agreed with `any_rank` before anyone acts on it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from ds_flux import UserError
+
+
+def env_rank() -> int:
+    """This process's rank as the launcher set it; known before the group is."""
+    return int(os.environ.get("RANK", 0))
+
+
+def env_world_size() -> int:
+    """The number of processes as the launcher set it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def init() -> None:
+    """Join the process group; without a launcher, be a group of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+        }
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(verbose=False)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank in the group."""
+    return comm.get_rank()
+
+
+def world_size() -> int:
+    """The number of processes in the group."""
+    return comm.get_world_size()
+
+
+def device() -> torch.device:
+    """This process's device."""
+    return torch.device(get_accelerator().device_name(int(os.environ["LOCAL_RANK"])))
+
+
+def log(message: str) -> None:
+    """A line for the user, from rank 0, that does not tear the progress bar."""
+    if env_rank() == 0:
+        tqdm.write(f"ds-flux: {message}", file=sys.stderr)
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    comm.barrier()
+
+
+def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum of a small tensor over ranks."""
+    values = values.to(device())
+    comm.all_reduce(values)
+    return values.cpu()
+
+
+def all_reduce_max(values: torch.Tensor) -> torch.Tensor:
+    """Largest of each element over ranks."""
+    values = values.to(device())
+    comm.all_reduce(values, op=comm.ReduceOp.MAX)
+    return values.cpu()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; a collective."""
+    return bool(all_reduce_max(torch.tensor([float(flag)]))[0])
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """If the block fails on one rank, it fails on all, with the same message; a collective at its end.
+
+    The block itself must hold no collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001  (re-raised below, once all ranks know)
+        error = raised
+    if not any_rank(error is not None):
+        return
+    reports: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(reports, None if error is None else (isinstance(error, UserError), str(error)))
+    failed, (is_user_error, text) = next((r, report) for r, report in enumerate(reports) if report is not None)
+    if is_user_error:
+        raise UserError(text) from error
+    raise RuntimeError(f"{what} failed on rank {failed}: {text}") from error
+
+
+def on_main(function: Callable[[], Any], what: str) -> Any:
+    """Rank 0 calls `function`; every rank gets its result, or its failure.  A collective."""
+    result = [None]
+    with together(what):
+        if rank() == 0:
+            result = [function()]
+    torch.distributed.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
+    """Local rank 0 of every node calls `function` before the others do: for downloads into a cache.  A collective."""
+    result = None
+    for turn_of_first in (True, False):
+        with together(what):
+            if (os.environ["LOCAL_RANK"] == "0") == turn_of_first:
+                result = function()
+    return result
+
+
+class StopSignal:
+    """Remembers SIGTERM or SIGINT, so that a step can be finished and a checkpoint written."""
+
+    def __init__(self) -> None:
+        self.number: int = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, _frame: Any) -> None:
+        self.number = number
+
+    def agreed(self) -> int:
+        """The signal that any rank received, 0 if none; a collective."""
+        return int(all_reduce_max(torch.tensor([float(self.number)]))[0])
+
+
+def leave_with(error: UserError, agreed_s: float = 20.0) -> int:
+    """Print a user's error once and return exit status 2.
+
+    Ranks above 0 meet the same error, and the launcher ends them once rank 0 has gone.  If rank 0 did not meet it, they
+    say it themselves after `agreed_s` seconds; going at once could end rank 0 before it has spoken.
+    """
+    if env_rank() != 0:
+        threading.Event().wait(agreed_s)
+    print(f"ds-flux: error: {error}", file=sys.stderr, flush=True)
+    return 2

@@ -1,0 +1,1 @@
+"""Everything DeepSpeed; knows no FLUX."""
