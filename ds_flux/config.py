@@ -212,7 +212,7 @@ class Config:
 
     def flat(self) -> dict[str, Any]:
         """{flag: value} of every section."""
-        return {f.name: getattr(section, f.name) for section in vars(self).values() for f in fields(section)}
+        return {f.name: vars(section)[f.name] for section in vars(self).values() for f in fields(section)}
 
     def to_yaml(self) -> str:
         """The settings as a YAML file that --config reads back."""
