@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -159,13 +158,6 @@ class StopSignal:
         return int(all_reduce_max(torch.tensor([float(self.number)]))[0])
 
 
-def leave_with(error: UserError, agreed_s: float = 20.0) -> int:
-    """Print a user's error once and return exit status 2.
-
-    Ranks above 0 meet the same error, and the launcher ends them once rank 0 has gone.  If rank 0 did not meet it, they
-    say it themselves after `agreed_s` seconds; going at once could end rank 0 before it has spoken.
-    """
-    if env_rank() != 0:
-        threading.Event().wait(agreed_s)
-    print(f"ds-flux: error: {error}", file=sys.stderr, flush=True)
-    return 2
+def peak_device_memory_gib() -> float:
+    """Most memory allocated on this process's device so far; 0 where the device is the CPU itself."""
+    return 0.0 if device().type == "cpu" else get_accelerator().max_memory_allocated() / 2**30

@@ -1,0 +1,88 @@
+"""The command line: `ds-flux COMMAND ...`, or `deepspeed --module ds_flux COMMAND ...`.
+
+Each command imports what it needs and no more: consolidate starts without DeepSpeed and diffusers.
+"""
+
+import os
+import sys
+
+from ds_flux import UserError, __version__
+
+
+def train(argv: list[str]) -> int:
+    """train a transformer, or a LoRA of it"""
+    from ds_flux import config
+
+    settings, is_dry_run = config.load(argv)
+    from ds_flux import runtime, trainer
+
+    if is_dry_run:
+        if runtime.env_rank() == 0:
+            print(trainer.dry_run(settings))
+        return 0
+    status = trainer.train(settings)
+    runtime.shutdown()
+    return status
+
+
+def consolidate(argv: list[str]) -> int:
+    """turn a checkpoint into safetensors that diffusers and others load"""
+    from ds_flux import consolidate as module
+
+    return module.main(argv)
+
+
+def sample(argv: list[str]) -> int:
+    """make images from prompts"""
+    from ds_flux import sampler
+
+    return sampler.main(argv)
+
+
+def demo(argv: list[str]) -> int:
+    """write a small FLUX.1 and a data set of handwritten digits; score what a run made of them"""
+    from ds_flux import demo as module
+
+    return module.main(argv)
+
+
+COMMANDS = {command.__name__: command for command in (train, consolidate, sample, demo)}
+
+
+def usage() -> str:
+    """One line for each command."""
+    lines = [f"  {name:12} {command.__doc__}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: ds-flux COMMAND [flags]      (ds-flux COMMAND --help lists the flags)", "", *lines])
+
+
+def main() -> int:
+    """Run one command; exit status 2 and one line for what the user can mend."""
+    # the launcher adds --local_rank, and sets LOCAL_RANK as well
+    argv = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    if argv and argv[0] == "--version":
+        print(__version__)
+        return 0
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"ds-flux: error: unknown command {argv[0]}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[argv[0]](argv[1:])
+    except UserError as error:
+        return leave(error)
+
+
+def leave(error: UserError) -> int:
+    """Print the error once; ranks above 0 wait to be ended by the launcher, lest they end rank 0 before it has spoken."""
+    if int(os.environ.get("RANK", 0)):
+        import threading
+
+        threading.Event().wait(20.0)
+    print(f"ds-flux: error: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

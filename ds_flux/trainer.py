@@ -1,0 +1,351 @@
+"""A training run: set up, one optimizer step, the loop."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from diffusers.optimization import get_scheduler
+
+from ds_flux import UserError, checkpoint, models, runtime
+from ds_flux.conditioning import LiveConditioner
+from ds_flux.config import Config, FlowConfig
+from ds_flux.data.images import RawBatch, load_batches
+from ds_flux.data.schedule import SampleKey, Schedule
+from ds_flux.data.sources import Source, open_source
+from ds_flux.denoiser import denoising_loss
+from ds_flux.families.spec import FluxFamily
+from ds_flux.flow import loss_weight, sample_sigma
+from ds_flux.latents import Batch
+from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
+from ds_flux.randomness import sample_generator
+from ds_flux.sampling import schedule_mu
+from ds_flux.zero import ds_config as zero_config
+from ds_flux.zero import engines
+from ds_flux.zero.weights import num_elements
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a sample's identity becomes sigma and noise, and what the loss is."""
+
+    family: FluxFamily
+    flow: FlowConfig
+    seed: int
+    mu: float
+    """log-SNR shift of the training sigmas"""
+    has_guidance: bool
+
+    def draw(self, keys: list[SampleKey], latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """sigma (B,) and noise like `latents`, each sample's from its own generators."""
+        settings = self.flow.weighting_scheme, self.flow.logit_mean, self.flow.logit_std, self.flow.mode_scale, self.mu
+        sigma = torch.cat([sample_sigma(sample_generator(self.seed, *key, "sigma"), *settings) for key in keys])
+        shape = latents.shape[1:]
+        noise = torch.stack([torch.randn(shape, generator=sample_generator(self.seed, *key, "noise")) for key in keys])
+        return sigma.to(latents.device), noise.to(latents.device)
+
+    def guidance(self, batch_size: int, device: torch.device) -> torch.Tensor | None:
+        """The distilled guidance value for each sample, or None for a model without the embedding."""
+        return torch.full((batch_size,), self.flow.guidance_scale, device=device) if self.has_guidance else None
+
+    def loss(self, engine: Any, batch: Batch, keys: list[SampleKey]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted loss of each sample (B,), and its sigma (B,)."""
+        sigma, noise = self.draw(keys, batch.latents)
+        guidance = self.guidance(len(keys), batch.latents.device)
+        loss = denoising_loss(engine, self.family, batch, sigma, noise, guidance)
+        return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a step uses."""
+
+    config: Config
+    engine: deepspeed.DeepSpeedEngine
+    conditioner: LiveConditioner
+    objective: Objective
+    source: Source
+    schedule: Schedule
+    manifest: checkpoint.Manifest  # of step 0
+    first_step: int
+    last_step: int
+
+
+def num_steps(config: Config, num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
+    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * num_samples / global_batch_size)
+
+
+def lr_schedule(config: Config, last_step: int) -> engines.Schedule:
+    """diffusers' schedule, counted in optimizer steps: it does not know the number of processes."""
+    optim = config.optim
+    return lambda optimizer: get_scheduler(
+        optim.lr_scheduler,
+        optimizer,
+        num_warmup_steps=optim.lr_warmup_steps,
+        num_training_steps=last_step,
+        num_cycles=optim.lr_num_cycles,
+        power=optim.lr_power,
+    )
+
+
+def make_schedule(config: Config, num_samples: int) -> Schedule:
+    """The data schedule of this rank."""
+    return Schedule(
+        num_samples=num_samples,
+        seed=config.run.seed,
+        micro_batch_size=config.train.train_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        world_size=runtime.env_world_size(),
+        rank=runtime.env_rank(),
+    )
+
+
+def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
+    """The final DeepSpeed config of the training engine."""
+    bf16 = config.model.mixed_precision == "bf16"
+    return zero_config.train_config(
+        config.zero.deepspeed_config, config.optim, config.train, bf16, runtime.env_world_size(), size
+    )
+
+
+def text_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
+    """The final DeepSpeed config of the text engine."""
+    bf16 = config.model.mixed_precision == "bf16"
+    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size)
+
+
+def build_conditioner(config: Config, family: FluxFamily, default_sequence_length: int) -> LiveConditioner:
+    """Frozen encoders: the large one in an engine of its own, the others on every rank."""
+    encoders: dict[str, Any] = {}
+    for spec in family.text_encoders:
+        sharded = spec.is_large and config.model.shard_text_encoder
+        ds_config = None
+        if sharded:
+            folder = models.component_folder(config.model, spec.component)
+            ds_config = text_ds_config(config, zero_config.ModelSize.of(models.text_encoder_on_meta(spec, folder)))
+        encoder = models.build_text_encoder(spec, config.model, ds_config)
+        encoders[spec.component] = engines.inference_engine(encoder, ds_config) if ds_config else encoder
+    return LiveConditioner(
+        family=family,
+        encoders=encoders,
+        tokenizers=models.build_tokenizers(family, config.model),
+        autoencoder=models.build_autoencoder(family, config.model),
+        max_sequence_length=config.model.max_sequence_length or default_sequence_length,
+        device=runtime.device(),
+    )
+
+
+def setup(config: Config) -> Run:
+    """Build everything; nothing is written before this has succeeded.  A collective."""
+    with runtime.together("looking for the model"):
+        architecture = models.find_architecture(config.model)
+        size = zero_config.ModelSize.of(models.transformer_on_meta(architecture))
+        ds_config = transformer_ds_config(config, size)
+        folders = [part for spec in architecture.family.text_encoders for part in (spec.component, spec.tokenizer)]
+        for component in [*folders, "vae", "scheduler"]:
+            models.component_folder(config.model, component)
+    source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
+    schedule = make_schedule(config, len(source))
+    last_step = num_steps(config, len(source), schedule.global_batch_size)
+    manifest = describe(config, architecture, ds_config, schedule)
+    resume_folder = find_resume(config, manifest)
+
+    stage = zero_config.stage_of(ds_config)
+    transformer = models.build_transformer(
+        architecture, config.model, config.lora, config.run.seed, ds_config if stage == 3 else None
+    )
+    engine = engines.train_engine(transformer, ds_config, lr_schedule(config, last_step))
+    if resume_folder:
+        checkpoint.load(engine, resume_folder, manifest)
+    conditioner = build_conditioner(config, architecture.family, architecture.default_sequence_length)
+    return Run(
+        config=config,
+        engine=engine,
+        conditioner=conditioner,
+        objective=make_objective(config, architecture),
+        source=source,
+        schedule=schedule,
+        manifest=manifest,
+        first_step=engine.global_steps,
+        last_step=last_step,
+    )
+
+
+def make_objective(config: Config, architecture: models.Architecture) -> Objective:
+    """The objective with --timestep_shift turned into a log-SNR shift for this resolution."""
+    shift, num_image_tokens = config.flow.timestep_shift, (config.data.resolution // 16) ** 2
+    if shift == "resolution":
+        mu = schedule_mu(models.build_scheduler(config.model), architecture.family, num_image_tokens, 50)
+    else:
+        mu = 0.0 if shift == "none" else math.log(float(shift))
+    has_guidance = bool(architecture.config.get("guidance_embeds"))
+    return Objective(architecture.family, config.flow, config.run.seed, mu, has_guidance)
+
+
+def describe(
+    config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule
+) -> checkpoint.Manifest:
+    """The manifest of this run at step 0."""
+    lora = config.lora
+    layers = lora.lora_layers.split(",") if lora.lora_layers else list(architecture.family.lora_layers)
+    alpha = lora.lora_alpha if lora.lora_alpha is not None else lora.rank
+    return checkpoint.Manifest(
+        step=0,
+        family=architecture.family.name,
+        transformer_class=architecture.family.transformer_class.__name__,
+        transformer_config=architecture.config,
+        base_fingerprint=runtime.on_main(
+            lambda: models.fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
+        ),
+        lora=None if lora.rank is None else {"rank": lora.rank, "alpha": float(alpha), "layers": layers},
+        zero_stage=zero_config.stage_of(ds_config),
+        world_size=runtime.world_size(),
+        data={
+            "seed": config.run.seed,
+            "num_samples": schedule.num_samples,
+            "global_batch_size": schedule.global_batch_size,
+        },
+    )
+
+
+def find_resume(config: Config, manifest: checkpoint.Manifest) -> Path | None:
+    """The checked checkpoint to go on from, if one is asked for and there.  A collective."""
+    wanted = config.checkpoint.resume_from_checkpoint
+    if wanted is None:
+        return None
+
+    def look() -> tuple[Path | None, list[str]]:
+        folder = checkpoint.find(Path(config.run.output_dir), wanted)
+        if folder is None:
+            return None, [f"no checkpoint in {config.run.output_dir} yet: starting anew"]
+        return folder, checkpoint.check_fits(folder, checkpoint.read_manifest(folder), manifest)
+
+    folder, notes = runtime.on_main(look, "looking for the checkpoint")
+    for note in notes:
+        runtime.log(note)
+    return folder
+
+
+def train_step(run: Run, batches: Iterator[RawBatch | UserError], stop: runtime.StopSignal) -> dict[str, float] | None:
+    """One optimizer step on every rank; its figures, or None if a signal asks to stop before it."""
+    accumulation = run.schedule.gradient_accumulation_steps
+    with runtime.together("reading images"):
+        raws = [next(batches) for _ in range(accumulation)]
+        for raw in raws:
+            if isinstance(raw, UserError):
+                raise raw
+    if stop.agreed():
+        return None
+    losses = LossSums()
+    for micro_step, raw in enumerate(raws):
+        batch = run.conditioner(raw)
+        loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
+        run.engine.backward(loss.mean())
+        losses.add(loss, sigma)
+        if micro_step < accumulation - 1:
+            run.engine.step()  # counts; the optimizer steps at the boundary
+    figures = LossSums.figures(runtime.all_reduce_sum(losses.sums))
+    if not math.isfinite(figures["loss"]):
+        raise UserError(
+            f"the loss of step {run.engine.global_steps + 1} is {figures['loss']}: the step was not taken; "
+            "resume from the last checkpoint with a lower --learning_rate"
+        )
+    lr = run.engine.get_lr()[0]
+    return {**figures, "lr": lr, "grad_norm": engines.optimizer_step(run.engine)}
+
+
+def train(config: Config) -> int:
+    """The whole run; returns the exit status: 0, or 128 + the signal that ended it early."""
+    began_s = time.perf_counter()
+    runtime.init()
+    stop = runtime.StopSignal()
+    run = setup(config)
+    output_dir = Path(config.run.output_dir)
+    runtime.on_main(lambda: record(run, output_dir), "writing the settings")
+    announce(run, time.perf_counter() - began_s)
+    writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    batches = load_batches(
+        run.source, config.data, config.run.seed, run.schedule.micro_batches(run.first_step, run.last_step)
+    )
+    for step in range(run.first_step + 1, run.last_step + 1):
+        figures = train_step(run, batches, stop)
+        if figures is None:
+            return leave_early(run, output_dir, step - 1, stop)
+        memory = runtime.all_reduce_max(torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])).tolist()
+        figures |= {"peak_host_memory_gib": memory[0], "peak_device_memory_gib": memory[1]}
+        writer.write(step, figures, run.schedule.global_batch_size)
+        if step % config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
+            save_checkpoint(run, output_dir, step)
+    writer.close()
+    runtime.log(f"done: {run.last_step} steps, checkpoint {output_dir / f'checkpoint-{run.last_step}'}")
+    return 0
+
+
+def save_checkpoint(run: Run, output_dir: Path, step: int) -> Path:
+    """Write the checkpoint of a finished step.  A collective."""
+    manifest = checkpoint.Manifest(**{**vars(run.manifest), "step": step})
+    return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
+
+
+def leave_early(run: Run, output_dir: Path, step: int, stop: runtime.StopSignal) -> int:
+    """A signal came: save what there is and say how to go on.  A collective."""
+    number = stop.agreed()
+    folder = output_dir / f"checkpoint-{step}"
+    if step and not runtime.on_main(lambda: (folder / checkpoint.MANIFEST).exists(), "looking for the checkpoint"):
+        save_checkpoint(run, output_dir, step)
+    saved = f"{folder} is saved; go on with --resume_from_checkpoint latest" if step else "there was no step to save"
+    runtime.log(f"stopped by signal {number} after step {step}: {saved}")
+    return 128 + number
+
+
+def record(run: Run, output_dir: Path) -> None:
+    """Put the resolved settings into the run's folder."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_atomically(output_dir / "config.yaml", run.config.to_yaml())
+    checkpoint.write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
+
+
+def announce(run: Run, setup_s: float) -> None:
+    """What trains, on what, from where to where."""
+    counts = [num_elements(p) for p in run.engine.module.parameters() if p.requires_grad]
+    what = "all weights" if run.manifest.lora is None else f"a LoRA of rank {run.manifest.lora['rank']}"
+    stage, schedule = run.manifest.zero_stage, run.schedule
+    runtime.log(
+        f"training {what} ({sum(counts):,} parameters in {len(counts)} tensors) at ZeRO stage {stage} on "
+        f"{schedule.world_size} processes; {schedule.num_samples} images, {schedule.global_batch_size} per step; "
+        f"steps {run.first_step + 1} to {run.last_step}; set up in {setup_s:.0f} s"
+    )
+
+
+def dry_run(config: Config) -> str:
+    """What `train` would do: settings, DeepSpeed configs, and what trains.  Reads no weights, needs no process group."""
+    architecture = models.find_architecture(config.model)
+    transformer = models.transformer_on_meta(architecture)
+    size = zero_config.ModelSize.of(transformer)
+    source = open_source(config.data)
+    schedule = make_schedule(config, len(source))
+    sections = {"settings": config.to_yaml()}
+    sections["DeepSpeed, transformer"] = json.dumps(transformer_ds_config(config, size), indent=2)
+    for spec in architecture.family.text_encoders:
+        if spec.is_large and config.model.shard_text_encoder:
+            encoder = models.text_encoder_on_meta(spec, models.component_folder(config.model, spec.component))
+            sections[f"DeepSpeed, {spec.component}"] = json.dumps(
+                text_ds_config(config, zero_config.ModelSize.of(encoder)), indent=2
+            )
+    if config.lora.rank is not None:
+        models.lora.inject(transformer, config.lora, architecture.family.lora_layers, config.run.seed)
+    trainable = [(name, tuple(p.shape)) for name, p in transformer.named_parameters() if p.requires_grad]
+    total = sum(math.prod(shape) for _, shape in trainable)
+    sections["what trains"] = (
+        f"{total:,} parameters in {len(trainable)} tensors of {architecture.family.transformer_class.__name__} "
+        f"({size.num_params:,} parameters), {trainable[0][0]} ... {trainable[-1][0]}\n"
+        f"{num_steps(config, len(source), schedule.global_batch_size)} optimizer steps of {schedule.global_batch_size} "
+        f"images on {schedule.world_size} processes; {len(source)} images"
+    )
+    return "\n".join(f"=== {title}\n{text.rstrip()}\n" for title, text in sections.items())
