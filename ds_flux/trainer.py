@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
+
 import torch
 from diffusers.optimization import get_scheduler
 
@@ -66,7 +66,7 @@ class Run:
     """Everything a step uses."""
 
     config: Config
-    engine: deepspeed.DeepSpeedEngine
+    engine: engines.Engine
     conditioner: LiveConditioner
     objective: Objective
     source: Source
@@ -81,7 +81,7 @@ def num_steps(config: Config, num_samples: int, global_batch_size: int) -> int:
     return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * num_samples / global_batch_size)
 
 
-def lr_schedule(config: Config, last_step: int) -> engines.Schedule:
+def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:
     """diffusers' schedule, counted in optimizer steps: it does not know the number of processes."""
     optim = config.optim
     return lambda optimizer: get_scheduler(

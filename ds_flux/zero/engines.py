@@ -9,10 +9,11 @@ from torch import nn
 
 from ds_flux.zero.ds_config import stage_of
 
-Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Engine = deepspeed.DeepSpeedEngine
+LRSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
-def train_engine(module: nn.Module, ds_config: dict[str, Any], schedule: Schedule) -> deepspeed.DeepSpeedEngine:
+def train_engine(module: nn.Module, ds_config: dict[str, Any], schedule: LRSchedule) -> Engine:
     """An engine over the trainable parameters of `module`, whose keys stay the module's own.
 
     `schedule` makes the learning-rate schedule of the optimizer that the config names; the engine steps it once for each
@@ -23,13 +24,14 @@ def train_engine(module: nn.Module, ds_config: dict[str, Any], schedule: Schedul
     return engine
 
 
-def inference_engine(module: nn.Module, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+def inference_engine(module: nn.Module, ds_config: dict[str, Any]) -> Engine:
     """A frozen ZeRO-3 engine: gathers each layer as it runs, has no optimizer.  Never save it: rank 0 would be alone."""
     engine, *_ = deepspeed.initialize(model=module.requires_grad_(False).eval(), config=ds_config)
-    return engine.eval()
+    engine.eval()
+    return engine
 
 
-def optimizer_step(engine: deepspeed.DeepSpeedEngine) -> float:
+def optimizer_step(engine: Engine) -> float:
     """`engine.step()` at an accumulation boundary; returns the global gradient norm before clipping."""
     norm = None
     if stage_of(engine.config) == 0:
