@@ -13,10 +13,11 @@ def train(argv: list[str]) -> int:
     """train a transformer, or a LoRA of it"""
     from ds_flux import config
 
-    settings, is_dry_run = config.load(argv)
-    from ds_flux import runtime, trainer
+    settings, command = config.load(argv, "ds-flux train", config.TrainCommand)
+    config.check(settings)
+    from ds_flux import runtime, trainer  # slow to import: only once the flags are known to be right
 
-    if is_dry_run:
+    if command.dry_run:
         if runtime.env_rank() == 0:
             print(trainer.dry_run(settings))
         return 0
@@ -34,9 +35,14 @@ def consolidate(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """make images from prompts"""
-    from ds_flux import sampler
+    from ds_flux import config
 
-    return sampler.main(argv)
+    settings, command = config.load(argv, "ds-flux sample", config.SampleCommand)
+    from ds_flux import runtime, sampler
+
+    sampler.sample(settings, command)
+    runtime.shutdown()
+    return 0
 
 
 def demo(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Save, find, load and rotate checkpoints: DeepSpeed's own files, plus a manifest that makes one complete.
+"""Save, load and rotate checkpoints: DeepSpeed's own files, plus a manifest that makes one complete.
 
 A checkpoint is complete or absent: DeepSpeed writes into `checkpoint-N.partial`; then come the manifest, the real name,
 `latest`, and last the deletion of the oldest.
@@ -6,13 +6,11 @@ A checkpoint is complete or absent: DeepSpeed writes into `checkpoint-N.partial`
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -20,29 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_flux import UserError, runtime
-
-MANIFEST = "ds_flux.json"
-NAME = re.compile(r"checkpoint-(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a checkpoint is; written last into its folder."""
-
-    step: int
-    family: str
-    transformer_class: str
-    transformer_config: dict[str, Any]
-    base_fingerprint: str
-    """identity of the weights the run started from; a LoRA belongs to this base and no other"""
-    lora: dict[str, Any] | None
-    """rank, alpha and layers, or None where all weights train"""
-    zero_stage: int
-    world_size: int
-    data: dict[str, Any]
-    """what the order of samples follows from: seed, number of samples, global batch size"""
-    files: dict[str, int] = field(default_factory=dict)
-    """{file in the folder: its size in bytes}"""
+from ds_flux.manifest import MANIFEST, Manifest, checkpoints, step_of, write_atomically
 
 
 def save(engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_limit: int | None) -> Path:
@@ -69,7 +45,9 @@ def publish(partial: Path, final: Path, manifest: Manifest, total_limit: int | N
     partial.rename(final)
     write_atomically(final.parent / "latest", final.name)
     if total_limit is not None:
-        for old in checkpoints(final.parent)[:-total_limit]:
+        # later ones are of a run that this one branched off from: not ours to count or delete
+        ours = [folder for folder in checkpoints(final.parent) if step_of(folder) <= manifest.step]
+        for old in ours[:-total_limit]:
             remove(old)
 
 
@@ -79,97 +57,10 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside, flush to disk, then name."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
-
-
-def find(output_dir: Path, wanted: str) -> Path | None:
-    """The folder that --resume_from_checkpoint means; None: `latest`, and there is none yet.
-
-    Raises:
-        UserError: the path is no complete checkpoint.
-    """
-    if wanted == "latest":
-        return next(reversed(checkpoints(output_dir)), None)
-    for folder in (Path(wanted), output_dir / wanted):
-        if (folder / MANIFEST).is_file():
-            return folder.resolve()
-    if Path(wanted).is_dir():
-        raise UserError(f"--resume_from_checkpoint {wanted} is no checkpoint of ds_flux: it has no {MANIFEST}")
-    raise UserError(f"--resume_from_checkpoint {wanted}: no such folder")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, whole.  Raises UserError otherwise."""
-    try:
-        manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
-    for name, size in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{folder} is not whole: {name} is missing")
-        if path.stat().st_size != size:
-            raise UserError(f"{folder} is not whole: {name} has {path.stat().st_size} bytes, {size} were written")
-    return manifest
-
-
-def check_fits(folder: Path, found: Manifest, run: Manifest) -> list[str]:
-    """Whether a run may go on from a checkpoint; returns what the user should know if it may.
-
-    Raises:
-        UserError: another model, base, adapter, ZeRO stage or number of processes.
-    """
-    same = (
-        ("transformer_class", "another model"),
-        ("transformer_config", "another model"),
-        ("lora", "another LoRA, or one of LoRA and all weights"),
-        ("zero_stage", "another ZeRO stage"),
-        ("world_size", "another number of processes"),
-    )
-    run_facts = json.loads(json.dumps(asdict(run), default=list))
-    for name, what in same:
-        mine, theirs = run_facts[name], vars(found)[name]
-        if mine != theirs:
-            raise UserError(f"cannot resume from {folder}: it is of {what} ({name}: {differences(theirs, mine)})")
-    if run.lora is not None and found.base_fingerprint != run.base_fingerprint:
-        raise UserError(
-            f"cannot resume from {folder}: its LoRA was trained on other base weights "
-            f"(fingerprint {found.base_fingerprint}, these have {run.base_fingerprint})"
-        )
-    return [
-        f"{name} is {run.data[name]}, the checkpoint was made with {value}: the order of samples is not the one it had"
-        for name, value in found.data.items()
-        if run.data[name] != value
-    ]
-
-
-def differences(theirs: Any, mine: Any) -> str:
-    """"there X, here Y", of dictionaries only the entries that differ."""
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        keys = [key for key in {**theirs, **mine} if theirs.get(key) != mine.get(key)]
-        theirs, mine = {k: theirs.get(k) for k in keys}, {k: mine.get(k) for k in keys}
-    return f"there {theirs}, here {mine}"
-
-
 def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     """Weights, optimizer and schedule out of a checked checkpoint.  A collective."""
     with only_weights():
-        loaded, _ = engine.load_checkpoint(
-            str(folder.parent), tag=folder.name, load_module_strict=manifest.lora is None
-        )
+        loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=manifest.lora is None)
     if runtime.any_rank(loaded is None):
         raise UserError(f"{folder}: DeepSpeed could not load it")
 

@@ -148,9 +148,9 @@ class OptimConfig:
     """AdamW epsilon"""
     max_grad_norm: float = 1.0
     """clip the global gradient norm; 0: do not clip"""
-    lr_scheduler: Literal[
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
-    ] = "constant"
+    lr_scheduler: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"] = (
+        "constant"
+    )
     """diffusers' schedule names"""
     lr_warmup_steps: int = 0
     """warm-up in optimizer steps, whatever the number of processes"""
@@ -219,33 +219,63 @@ class Config:
         return yaml.safe_dump(self.flat(), sort_keys=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """this command"""
+
+    dry_run: bool = False
+    """print the resolved settings, the final DeepSpeed configs and what would train, and exit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCommand:
+    """this command"""
+
+    prompt: str | list[str] = ""
+    """what to show; several as a list: '["a cat", "a dog"]'"""
+    num_images_per_prompt: int = 1
+    """images of each prompt, each from noise of its own"""
+    transformer: str | None = None
+    """folder of a consolidated transformer; default: the base model's"""
+    lora: str | None = None
+    """LoRA file, or its folder"""
+    height: int | None = None
+    """pixels; default: --resolution"""
+    width: int | None = None
+    """pixels; default: --resolution"""
+    num_inference_steps: int = 28
+    """steps of the sampler"""
+    sample_guidance_scale: float = 3.5
+    """distilled guidance, for models with a guidance embedding"""
+    sample_dir: str = "samples"
+    """folder for the images, one PNG each"""
+
+
 SECTIONS: dict[str, type] = {f.name: f.type for f in fields(Config)}
 
 
-def load(argv: list[str], prog: str = "ds-flux train") -> tuple[Config, bool]:
-    """The settings of `argv`, and whether it asks for a dry run.
+def load(argv: list[str], prog: str, command: type) -> tuple[Config, Any]:
+    """The settings of `argv`, unchecked against each other, and the command's own flags as a `command` dataclass.
 
     Raises:
-        UserError: unknown flag or key (the nearest known one is named), wrong type, or a contradiction.
+        UserError: unknown flag or key (the nearest known one is named), or a wrong type.
     """
     parser = ArgumentParser(prog=prog, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file with these same flat keys; the command line wins")
-    parser.add_argument("--dry_run", type=bool, default=False, help="print what would run, and exit")
-    for section in SECTIONS.values():
+    for section in (command, *SECTIONS.values()):
         parser.add_class_arguments(section)
     namespace = parse(parser, argv)
-    sections = {
-        name: section(**{f.name: namespace[f.name] for f in fields(section)}) for name, section in SECTIONS.items()
-    }
-    config = Config(**sections)
-    check(config)
-    return config, namespace["dry_run"]
+
+    def build(section: type) -> Any:
+        return section(**{f.name: namespace[f.name] for f in fields(section)})
+
+    return Config(**{name: build(section) for name, section in SECTIONS.items()}), build(command)
 
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Any:
     """`parser.parse_args` that also takes bare switches, and whose errors are one line with the nearest known name."""
     flags = {option[2:]: action for action in parser._actions for option in action.option_strings if option[:2] == "--"}
-    switches = {name for name, action in flags.items() if "{true,false}" in (action.metavar or "") or is_switch(action)}
+    switches = {name for name, action in flags.items() if is_switch(action)}
     for argument in argv:
         if argument.startswith("--"):
             check_known([argument[2:].split("=")[0].split("+")[0]], flags, "flag", "--")
@@ -303,9 +333,10 @@ def check_known(names: Iterable[str], known: Iterable[str], what: str, prefix: s
 
 def check(config: Config) -> None:
     """Contradictions between settings, which no single type can hold.  Raises UserError."""
-    model, lora, data, flow, train = config.model, config.lora, config.data, config.flow, config.train
+    model, lora, data, flow = config.model, config.lora, config.data, config.flow
     shares = ("proportion_empty_prompts", "text_encoder_dropout", "text_encoder_2_dropout")
     positive = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps")
+    optional = ("max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
     flat = config.flat()
     rules = [
         (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
@@ -327,18 +358,17 @@ def check(config: Config) -> None:
             "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt files",
         ),
         (data.resolution % 16 != 0 or data.resolution < 16, f"--resolution {data.resolution} is not a multiple of 16"),
-        (lora.rank is not None and lora.rank < 1, f"--rank {lora.rank} must be 1 or more"),
         (
             lora.rank is None and lora != LoraConfig(),
             "LoRA flags without --rank have no effect: give --rank, or leave them out",
         ),
-        (not is_shift(flow.timestep_shift), f"--timestep_shift {flow.timestep_shift}: expected none, resolution or a number > 0"),
+        (
+            not is_shift(flow.timestep_shift),
+            f"--timestep_shift {flow.timestep_shift}: expected none, resolution or a number > 0",
+        ),
         *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in shares],
         *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in positive],
-        (
-            train.max_train_steps is not None and train.max_train_steps < 1,
-            f"--max_train_steps {train.max_train_steps} must be 1 or more",
-        ),
+        *[(flat[name] is not None and flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in optional],
     ]
     for broken, message in rules:
         if broken:

@@ -216,9 +216,7 @@ def autoencoder_loss(autoencoder: AutoencoderKL, pixels: Tensor) -> Tensor:
 def score(folder: Path, transformer: Path, seed: int, num_each: int = 10) -> dict[str, Any]:
     """Ask the stock pipeline for each digit ten times and a classifier, trained on the real ones, what it sees."""
     images, labels = digits()
-    pipeline = FluxPipeline.from_pretrained(
-        folder / "model", transformer=FluxTransformer2DModel.from_pretrained(transformer)
-    )
+    pipeline = FluxPipeline.from_pretrained(folder / "model", transformer=FluxTransformer2DModel.from_pretrained(transformer))
     wanted = [digit for digit in range(len(DIGITS)) for _ in range(num_each)]
     made = pipeline(
         [caption(digit) for digit in wanted],

@@ -1,12 +1,13 @@
 """Adapters: inject them into a frozen transformer, start them from a file, and their names in the file that others load."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ds_flux import UserError
 from ds_flux.config import LoraConfig, check_known
@@ -48,34 +49,69 @@ def check_layers(transformer: nn.Module, layers: list[str]) -> None:
 
 
 def tails(path: str) -> list[str]:
-    """"a.b.c" -> ["c", "b.c", "a.b.c"]."""
+    """ "a.b.c" -> ["c", "b.c", "a.b.c"]."""
     parts = path.split(".")
     return [".".join(parts[i:]) for i in range(len(parts) - 1, -1, -1)]
 
 
 def start_from(transformer: nn.Module, config: LoraConfig) -> None:
     """Copy the adapters of --lora_init_from; UserError unless it has exactly the tensors this run trains."""
-    path = Path(str(config.lora_init_from))
-    path = path / FILE_NAME if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"--lora_init_from {path}: no such file")
-    found = {name: tensor for name, tensor in load_file(path).items() if not name.endswith(".alpha")}
+    file = LoraFile.open(Path(str(config.lora_init_from)))
     wanted = {file_name(name): parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
-    if {n: tuple(t.shape) for n, t in found.items()} != {n: tuple(p.shape) for n, p in wanted.items()}:
-        differ = sorted(set(found) ^ set(wanted)) or sorted(n for n in found if found[n].shape != wanted[n].shape)
-        raise UserError(f"--lora_init_from {path} does not fit --rank {config.rank} and --lora_layers: {differ[0]} differs")
-    if read_alpha(path, config.rank) != (config.lora_alpha or config.rank):
-        raise UserError(f"--lora_init_from {path} has lora_alpha {read_alpha(path, config.rank)}: give the same --lora_alpha")
+    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    here = {name: tuple(tensor.shape) for name, tensor in file.tensors.items()}
+    if here != shapes:
+        differ = min(name for name in {**here, **shapes} if here.get(name) != shapes.get(name))
+        raise UserError(
+            f"{file.path} does not fit --rank {config.rank} and --lora_layers: {differ} is {here.get(differ, 'missing')} "
+            f"there and {shapes.get(differ, 'missing')} here"
+        )
+    if file.alpha != (config.lora_alpha or config.rank):
+        raise UserError(f"{file.path} has lora_alpha {file.alpha:g}: give --lora_alpha {file.alpha:g}")
     with torch.no_grad():
-        for name, tensor in found.items():
+        for name, tensor in file.tensors.items():
             wanted[name].copy_(tensor)
 
 
-def read_alpha(path: Path, rank: int | None) -> float | None:
-    """The alpha that a LoRA file carries, or its rank, which is what a file without one means."""
-    with safe_open(path, "pt") as file:
-        name = next((name for name in file.keys() if name.endswith(".alpha")), None)
-        return file.get_tensor(name).item() if name else rank
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA on disk, as `ds-flux consolidate` writes it."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    alpha: float
+    """of all layers; a file that has none means the rank"""
+
+    @property
+    def rank(self) -> int:
+        """Rows of the first down projection."""
+        return next(tensor.shape[0] for name, tensor in self.tensors.items() if name.endswith(".lora_A.weight"))
+
+    @staticmethod
+    def open(path: Path) -> "LoraFile":
+        """Read it.  Raises UserError when it is absent or no LoRA."""
+        path = path / FILE_NAME if path.is_dir() else path
+        if not path.is_file():
+            raise UserError(f"LoRA {path}: no such file")
+        try:
+            stored = load_file(path)
+        except SafetensorError as error:
+            raise UserError(f"LoRA {path} cannot be read: {error}") from None
+        alphas = {tensor.item() for name, tensor in stored.items() if name.endswith(".alpha")}
+        tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(".alpha")}
+        strange = [name for name in tensors if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+        if strange or not tensors or len(alphas) > 1:
+            raise UserError(f"LoRA {path}: expected lora_A and lora_B weights with one alpha, found {strange[:1] or alphas}")
+        file = LoraFile(path, tensors, 0.0)
+        return replace(file, alpha=alphas.pop() if alphas else float(file.rank))
+
+
+def config_of_file(path: Path) -> LoraConfig:
+    """The settings that inject and load the adapters of a file."""
+    file = LoraFile.open(path)
+    downs = [name for name in file.tensors if name.endswith(".lora_A.weight")]
+    layers = ",".join(name.removeprefix("transformer.").removesuffix(".lora_A.weight") for name in downs)
+    return LoraConfig(rank=file.rank, lora_alpha=file.alpha, lora_layers=layers, lora_init_from=str(file.path))
 
 
 def file_name(parameter_name: str) -> str:

@@ -31,9 +31,14 @@ class Architecture:
     folder: Path | None  # of its weights; None: from scratch
 
     @property
+    def has_guidance(self) -> bool:
+        """Whether the transformer takes the distilled guidance value (dev does, schnell does not)."""
+        return bool(self.config.get("guidance_embeds"))
+
+    @property
     def default_sequence_length(self) -> int:
         """Text tokens the checkpoint was made for: 512 with guidance embedding (dev), 256 without (schnell)."""
-        return 512 if self.config.get("guidance_embeds") else 256
+        return 512 if self.has_guidance else 256
 
 
 def component_folder(config: ModelConfig, component: str) -> Path:
@@ -178,6 +183,11 @@ def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:
     folder = component_folder(config, "vae")
     autoencoder = family.autoencoder_class.from_pretrained(folder, torch_dtype=weight_dtype(config))
     return autoencoder.to(runtime.device()).requires_grad_(False).eval()
+
+
+def pixels_per_token(autoencoder: Any) -> int:
+    """Side of the square of pixels that one token stands for: 16 for the released autoencoder."""
+    return 2 * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
 
 def build_scheduler(config: ModelConfig) -> FlowMatchEulerDiscreteScheduler:

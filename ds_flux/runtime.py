@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,8 @@ def init() -> None:
     if "RANK" not in os.environ:
         os.environ.update(alone)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(verbose=False)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 

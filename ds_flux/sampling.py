@@ -48,7 +48,7 @@ def sample_latents(
     for sigma, next_sigma in tqdm(list(zip(sigmas, sigmas[1:])), desc="sample", disable=not progress):
         batch = Batch(latents=noisy, text=text)
         # the pipeline divides a timestep in [0, 1000], in the latents' dtype, by 1000
-        step_sigma = (torch.full((len(noisy),), sigma * 1000, device=noisy.device).to(dtype) / 1000)
+        step_sigma = torch.full((len(noisy),), sigma * 1000, device=noisy.device).to(dtype) / 1000
         tokens = predict_velocity(transformer, family, noisy, step_sigma, batch, guidance)
         velocity = tokens.transpose(1, 2).unflatten(2, noisy.shape[-2:])
         noisy = euler_step(noisy.float(), velocity.float(), sigma, next_sigma).to(dtype)

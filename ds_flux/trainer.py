@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers.optimization import get_scheduler
 
-from ds_flux import UserError, checkpoint, models, runtime
+from ds_flux import UserError, assemble, checkpoint, models, runtime
 from ds_flux.conditioning import LiveConditioner
 from ds_flux.config import Config, FlowConfig
 from ds_flux.data.images import RawBatch, load_batches
@@ -22,6 +22,7 @@ from ds_flux.denoiser import denoising_loss
 from ds_flux.families.spec import FluxFamily
 from ds_flux.flow import loss_weight, sample_sigma
 from ds_flux.latents import Batch
+from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.randomness import sample_generator
 from ds_flux.sampling import schedule_mu
@@ -71,7 +72,7 @@ class Run:
     objective: Objective
     source: Source
     schedule: Schedule
-    manifest: checkpoint.Manifest  # of step 0
+    manifest: Manifest  # of step 0
     first_step: int
     last_step: int
 
@@ -114,33 +115,6 @@ def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[s
     )
 
 
-def text_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
-    """The final DeepSpeed config of the text engine."""
-    bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size)
-
-
-def build_conditioner(config: Config, family: FluxFamily, default_sequence_length: int) -> LiveConditioner:
-    """Frozen encoders: the large one in an engine of its own, the others on every rank."""
-    encoders: dict[str, Any] = {}
-    for spec in family.text_encoders:
-        sharded = spec.is_large and config.model.shard_text_encoder
-        ds_config = None
-        if sharded:
-            folder = models.component_folder(config.model, spec.component)
-            ds_config = text_ds_config(config, zero_config.ModelSize.of(models.text_encoder_on_meta(spec, folder)))
-        encoder = models.build_text_encoder(spec, config.model, ds_config)
-        encoders[spec.component] = engines.inference_engine(encoder, ds_config) if ds_config else encoder
-    return LiveConditioner(
-        family=family,
-        encoders=encoders,
-        tokenizers=models.build_tokenizers(family, config.model),
-        autoencoder=models.build_autoencoder(family, config.model),
-        max_sequence_length=config.model.max_sequence_length or default_sequence_length,
-        device=runtime.device(),
-    )
-
-
 def setup(config: Config) -> Run:
     """Build everything; nothing is written before this has succeeded.  A collective."""
     with runtime.together("looking for the model"):
@@ -163,12 +137,12 @@ def setup(config: Config) -> Run:
     engine = engines.train_engine(transformer, ds_config, lr_schedule(config, last_step))
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
-    conditioner = build_conditioner(config, architecture.family, architecture.default_sequence_length)
+    conditioner = assemble.build_conditioner(config, architecture)
     return Run(
         config=config,
         engine=engine,
         conditioner=conditioner,
-        objective=make_objective(config, architecture),
+        objective=make_objective(config, architecture, conditioner),
         source=source,
         schedule=schedule,
         manifest=manifest,
@@ -177,25 +151,23 @@ def setup(config: Config) -> Run:
     )
 
 
-def make_objective(config: Config, architecture: models.Architecture) -> Objective:
+def make_objective(config: Config, architecture: models.Architecture, conditioner: LiveConditioner) -> Objective:
     """The objective with --timestep_shift turned into a log-SNR shift for this resolution."""
-    shift, num_image_tokens = config.flow.timestep_shift, (config.data.resolution // 16) ** 2
+    shift = config.flow.timestep_shift
+    num_image_tokens = (config.data.resolution // models.pixels_per_token(conditioner.autoencoder)) ** 2
     if shift == "resolution":
         mu = schedule_mu(models.build_scheduler(config.model), architecture.family, num_image_tokens, 50)
     else:
         mu = 0.0 if shift == "none" else math.log(float(shift))
-    has_guidance = bool(architecture.config.get("guidance_embeds"))
-    return Objective(architecture.family, config.flow, config.run.seed, mu, has_guidance)
+    return Objective(architecture.family, config.flow, config.run.seed, mu, architecture.has_guidance)
 
 
-def describe(
-    config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule
-) -> checkpoint.Manifest:
+def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule) -> Manifest:
     """The manifest of this run at step 0."""
     lora = config.lora
     layers = lora.lora_layers.split(",") if lora.lora_layers else list(architecture.family.lora_layers)
     alpha = lora.lora_alpha if lora.lora_alpha is not None else lora.rank
-    return checkpoint.Manifest(
+    return Manifest(
         step=0,
         family=architecture.family.name,
         transformer_class=architecture.family.transformer_class.__name__,
@@ -214,17 +186,20 @@ def describe(
     )
 
 
-def find_resume(config: Config, manifest: checkpoint.Manifest) -> Path | None:
+def find_resume(config: Config, manifest: Manifest) -> Path | None:
     """The checked checkpoint to go on from, if one is asked for and there.  A collective."""
-    wanted = config.checkpoint.resume_from_checkpoint
-    if wanted is None:
-        return None
+    wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
     def look() -> tuple[Path | None, list[str]]:
-        folder = checkpoint.find(Path(config.run.output_dir), wanted)
+        if wanted is None and checkpoints(output_dir):
+            raise UserError(
+                f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
+                "another --output_dir"
+            )
+        folder = find(output_dir, wanted) if wanted else None
         if folder is None:
-            return None, [f"no checkpoint in {config.run.output_dir} yet: starting anew"]
-        return folder, checkpoint.check_fits(folder, checkpoint.read_manifest(folder), manifest)
+            return None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
+        return folder, check_fits(folder, read_manifest(folder), manifest)
 
     folder, notes = runtime.on_main(look, "looking for the checkpoint")
     for note in notes:
@@ -270,9 +245,7 @@ def train(config: Config) -> int:
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
-    batches = load_batches(
-        run.source, config.data, config.run.seed, run.schedule.micro_batches(run.first_step, run.last_step)
-    )
+    batches = load_batches(run.source, config.data, config.run.seed, run.schedule.micro_batches(run.first_step, run.last_step))
     for step in range(run.first_step + 1, run.last_step + 1):
         figures = train_step(run, batches, stop)
         if figures is None:
@@ -289,7 +262,7 @@ def train(config: Config) -> int:
 
 def save_checkpoint(run: Run, output_dir: Path, step: int) -> Path:
     """Write the checkpoint of a finished step.  A collective."""
-    manifest = checkpoint.Manifest(**{**vars(run.manifest), "step": step})
+    manifest = Manifest(**{**vars(run.manifest), "step": step})
     return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
 
 
@@ -297,7 +270,7 @@ def leave_early(run: Run, output_dir: Path, step: int, stop: runtime.StopSignal)
     """A signal came: save what there is and say how to go on.  A collective."""
     number = stop.agreed()
     folder = output_dir / f"checkpoint-{step}"
-    if step and not runtime.on_main(lambda: (folder / checkpoint.MANIFEST).exists(), "looking for the checkpoint"):
+    if step and not runtime.on_main(lambda: (folder / MANIFEST).exists(), "looking for the checkpoint"):
         save_checkpoint(run, output_dir, step)
     saved = f"{folder} is saved; go on with --resume_from_checkpoint latest" if step else "there was no step to save"
     runtime.log(f"stopped by signal {number} after step {step}: {saved}")
@@ -307,8 +280,8 @@ def leave_early(run: Run, output_dir: Path, step: int, stop: runtime.StopSignal)
 def record(run: Run, output_dir: Path) -> None:
     """Put the resolved settings into the run's folder."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_atomically(output_dir / "config.yaml", run.config.to_yaml())
-    checkpoint.write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
+    write_atomically(output_dir / "config.yaml", run.config.to_yaml())
+    write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
 
 
 def announce(run: Run, setup_s: float) -> None:
@@ -336,7 +309,7 @@ def dry_run(config: Config) -> str:
         if spec.is_large and config.model.shard_text_encoder:
             encoder = models.text_encoder_on_meta(spec, models.component_folder(config.model, spec.component))
             sections[f"DeepSpeed, {spec.component}"] = json.dumps(
-                text_ds_config(config, zero_config.ModelSize.of(encoder)), indent=2
+                assemble.frozen_ds_config(config, zero_config.ModelSize.of(encoder)), indent=2
             )
     if config.lora.rank is not None:
         models.lora.inject(transformer, config.lora, architecture.family.lora_layers, config.run.seed)

@@ -46,7 +46,9 @@ class SampleDataset(Dataset):
         """A bad row comes back as a value: an exception would lose its kind on the way out of a worker process."""
         try:
             image, caption = self.source[key[0]]
-            return Sample(prepare_pixels(image, self.config, self.seed, key), prepare_prompts(caption, self.config, self.seed, key), key)
+            return Sample(
+                prepare_pixels(image, self.config, self.seed, key), prepare_prompts(caption, self.config, self.seed, key), key
+            )
         except (OSError, ValueError, SyntaxError, UserError) as error:
             return UserError(f"{self.source.name(key[0])} cannot be read: {' '.join(str(error).split())}")
 
@@ -61,7 +63,9 @@ def prepare_pixels(image: Image.Image, config: DataConfig, seed: int, key: Sampl
     size = config.resolution
     image = ImageOps.exif_transpose(image).convert("RGB")
     scale = size / min(image.size)
-    image = image.resize((max(size, round(image.width * scale)), max(size, round(image.height * scale))), Image.Resampling.LANCZOS)
+    image = image.resize(
+        (max(size, round(image.width * scale)), max(size, round(image.height * scale))), Image.Resampling.LANCZOS
+    )
     across, down = (0.5, 0.5) if config.center_crop else uniform(seed, key, "crop", 2)
     left, top = round(across * (image.width - size)), round(down * (image.height - size))
     image = image.crop((left, top, left + size, top + size))

@@ -132,7 +132,7 @@ def read(path: str) -> dict[str, Any]:
 def fill(config: dict[str, Any], path: str, key: str, flag: str, value: Any) -> None:
     """Set config[key] to what the flag says; "auto" and absence are invitations, anything else must agree."""
     if config.get(key, "auto") not in ("auto", value):
-        raise UserError(f"{path} says {key} {config[key]} but --{flag} {value}: write \"auto\" there, or change the flag")
+        raise UserError(f'{path} says {key} {config[key]} but --{flag} {value}: write "auto" there, or change the flag')
     config[key] = value
 
 

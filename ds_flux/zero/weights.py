@@ -243,7 +243,11 @@ def check_tensors(module: nn.Module, source: WeightSource) -> dict[int, str]:
         "unexpected": sorted(set(shapes) - known),
         "wrongly shaped": [f"{name} (is {shapes[name]}, the model wants {shape})" for name, shape in wrong],
     }
-    said = [f"{len(names)} {kind}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" for kind, names in problems.items() if names]
+    said = [
+        f"{len(names)} {kind}: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        for kind, names in problems.items()
+        if names
+    ]
     if said:
         raise UserError(f"weights do not fit {type(module).__name__}: " + "; ".join(said))
     return {key: str(name) for key, name in found.items()}
