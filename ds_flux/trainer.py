@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 import torch
 from diffusers.optimization import get_scheduler
 

@@ -1,0 +1,83 @@
+"""The small FLUX.1 and the digits that all tests share."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TRANSFORMER = dict(
+    num_layers=1, num_single_layers=2, num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6),
+    in_channels=16, joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True,
+)  # fmt: skip
+NUM_IMAGES = 24
+
+
+@dataclass(frozen=True)
+class Assets:
+    """Paths of a model folder and a data set, and the flags that train on them."""
+
+    folder: Path
+    model: Path
+    digits: Path
+
+    def ds_config(self, stage: int, offload: bool = False, **zero: object) -> str:
+        """A DeepSpeed JSON whose parameters are partitioned however small they are."""
+        sections = {"stage": stage, **zero}
+        if stage == 3:
+            sections["stage3_param_persistence_threshold"] = 0
+        if offload:
+            sections["offload_optimizer"] = {"device": "cpu"}
+            sections |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+        path = self.folder / f"zero{stage}{'_offload' if offload else ''}{len(zero) or ''}.json"
+        path.write_text(json.dumps({"zero_optimization": sections}))
+        return str(path)
+
+    def flags(self, output_dir: Path, **changes: object) -> list[str]:
+        """Arguments of `ds-flux train` for six steps of eight images; `changes` add to them or replace them, None drops."""
+        flags = {
+            "pretrained_model_name_or_path": self.model,
+            "dataset_name": self.digits,
+            "caption_column": "text",
+            "output_dir": output_dir,
+            "resolution": 32,
+            "random_flip": "true",
+            "max_sequence_length": 8,
+            "mixed_precision": "no",
+            "weighting_scheme": "logit_normal",
+            "train_batch_size": 4,
+            "max_train_steps": 6,
+            "learning_rate": 1e-3,
+            "lr_scheduler": "cosine",
+            "lr_warmup_steps": 2,
+            "proportion_empty_prompts": 0.1,
+            "text_encoder_2_dropout": 0.2,
+            "text_encoder_deepspeed_config": self.ds_config(3),
+            "deepspeed_config": self.ds_config(3),
+            **changes,
+        }
+        return [word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    """A model that is small but has every part of the released one, with weights in several files."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    from ds_flux import demo
+
+    folder = tmp_path_factory.mktemp("assets")
+    images, labels = demo.digits()
+    demo.write_model(folder / "model", images, autoencoder_steps=60, seed=0, transformer=TRANSFORMER)
+    torch.manual_seed(0)  # torch's own start instead of adaLN-Zero: a gradient for every weight from the first step
+    transformer = FluxTransformer2DModel(**TRANSFORMER)
+    for path in (folder / "model/transformer").iterdir():
+        path.unlink()
+    transformer.save_pretrained(folder / "model/transformer", max_shard_size="200KB")
+    demo.write_dataset(folder / "digits", images[:NUM_IMAGES], labels[:NUM_IMAGES])
+    return Assets(folder, folder / "model", folder / "digits")

@@ -1,0 +1,76 @@
+"""The proof of every distributed feature: losses and gradient norms of one process at stage 0, in every other way to run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Assets
+from tests.distributed import metrics, run_jobs
+
+LORA = {"rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
+
+# name: (processes, flags); eight images in every optimizer step
+CASES: dict[str, tuple[int, dict[str, object]]] = {
+    "2 processes, stage 0": (2, {"stage": 0}),
+    "2 processes, stage 1": (2, {"stage": 1}),
+    "2 processes, stage 2": (2, {"stage": 2}),
+    "2 processes, stage 2, offload": (2, {"stage": 2, "offload": True}),
+    "2 processes, stage 3": (2, {"stage": 3}),
+    "2 processes, stage 3, offload": (2, {"stage": 3, "offload": True}),
+    "2 processes, stage 3, accumulation 2": (2, {"stage": 3, "train_batch_size": 2, "gradient_accumulation_steps": 2}),
+    "2 processes, stage 2, accumulation 4": (2, {"stage": 2, "train_batch_size": 1, "gradient_accumulation_steps": 4}),
+    "2 processes, stage 3, checkpointing": (2, {"stage": 3, "gradient_checkpointing": "true"}),
+    "2 processes, stage 3, whole text encoder": (2, {"stage": 3, "shard_text_encoder": "false"}),
+    "2 processes, stage 3, workers": (2, {"stage": 3, "dataloader_num_workers": 1}),
+    "2 processes, stage 2, LoRA": (2, {"stage": 2, **LORA}),
+    "2 processes, stage 3, LoRA": (2, {"stage": 3, **LORA}),
+    "2 processes, stage 3, LoRA, offload, checkpointing": (
+        2,
+        {"stage": 3, "offload": True, "gradient_checkpointing": "true", **LORA},
+    ),
+    "4 processes, stage 3, offload": (4, {"stage": 3, "offload": True, "train_batch_size": 2}),
+    "4 processes, stage 1, accumulation 2": (
+        4,
+        {"stage": 1, "train_batch_size": 1, "gradient_accumulation_steps": 2},
+    ),
+    "4 processes, stage 3, LoRA": (4, {"stage": 3, "train_batch_size": 2, **LORA}),
+}
+
+
+def job(assets: Assets, folder: Path, name: str, stage: int = 0, offload: bool = False, **flags: object) -> list[str]:
+    """The arguments of a case, with a run folder of its own."""
+    return assets.flags(folder / name, deepspeed_config=assets.ds_config(stage, offload), checkpointing_steps=100, **flags)
+
+
+@pytest.fixture(scope="module")
+def folder(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases, run in one launch for each number of processes."""
+    folder = tmp_path_factory.mktemp("parity")
+    reference = [
+        job(assets, folder, "full", train_batch_size=8),
+        job(assets, folder, "LoRA", train_batch_size=8, **LORA),
+    ]
+    run_jobs(1, reference, folder)
+    for num_ranks in (2, 4):
+        jobs = [job(assets, folder, name, **flags) for name, (ranks, flags) in CASES.items() if ranks == num_ranks]
+        run_jobs(num_ranks, jobs, folder)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_same_losses_and_gradient_norms(folder: Path, name: str) -> None:
+    expected = metrics(folder / ("LoRA" if "LoRA" in name else "full"))
+    got = metrics(folder / name)
+    assert len(got) == 6
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in got] == pytest.approx([row[key] for row in expected], rel=2e-5), key
+    assert [row["lr"] for row in got] == [row["lr"] for row in expected]
+
+
+def test_the_reference_learns_something(folder: Path) -> None:
+    """Parity of runs that do nothing would prove nothing."""
+    rows = metrics(folder / "full")
+    assert len({row["loss"] for row in rows}) == 6
+    assert all(row["grad_norm"] > 0.01 for row in rows)
+    assert max(row["lr"] for row in rows) > min(row["lr"] for row in rows)
