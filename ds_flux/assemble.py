@@ -21,10 +21,11 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Live
     encoders: dict[str, Any] = {}
     for spec in family.text_encoders:
         ds_config = None
-        if spec.is_large and config.model.shard_text_encoder:
-            folder = models.component_folder(config.model, spec.component)
-            ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.text_encoder_on_meta(spec, folder)))
-        encoder = models.build_text_encoder(spec, config.model, ds_config)
+        with runtime.together(f"loading {spec.component}"):
+            if spec.is_large and config.model.shard_text_encoder:
+                folder = models.component_folder(config.model, spec.component)
+                ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.text_encoder_on_meta(spec, folder)))
+            encoder = models.build_text_encoder(spec, config.model, ds_config)
         encoders[spec.component] = engines.inference_engine(encoder, ds_config) if ds_config else encoder
     return LiveConditioner(
         family=family,

@@ -16,6 +16,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_flux import UserError, runtime
 from ds_flux.manifest import MANIFEST, Manifest, checkpoints, step_of, write_atomically
@@ -71,7 +72,7 @@ def only_weights() -> Iterator[None]:
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     try:
-        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, DynamicLossScaler]):
+        with torch.serialization.safe_globals([ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]):
             yield
     finally:
         if before is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_flux import UserError, lora
-from ds_flux.config import parse
+from ds_flux.flags import parse
 from ds_flux.manifest import MANIFEST, Manifest, find, read_manifest
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -146,6 +146,7 @@ STAND_INS: list[Any] = [
     (ZeroStageEnum, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
 
 

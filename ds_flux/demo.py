@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
 from ds_flux import UserError
-from ds_flux.config import parse
+from ds_flux.flags import parse
 from ds_flux.models import initial_weight
 
 DIGITS = "zero one two three four five six seven eight nine".split()
@@ -42,7 +42,7 @@ class DemoConfig:
     """where to write model/, digits/ and run.yaml, or where they are"""
     score: str | None = None
     """instead of writing: score this consolidated transformer folder with the stock pipeline"""
-    autoencoder_steps: int = 400
+    autoencoder_steps: int = 250
     """training steps of the autoencoder"""
     seed: int = 0
     """of the random weights and of the scored images"""
@@ -101,7 +101,7 @@ max_sequence_length: {MAX_SEQUENCE_LENGTH}
 mixed_precision: 'no'
 weighting_scheme: logit_normal
 train_batch_size: 32
-max_train_steps: 1000
+max_train_steps: 700
 learning_rate: 2.0e-3
 adam_beta2: 0.99
 adam_weight_decay: 0.01
@@ -183,7 +183,7 @@ def make_t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
     return T5EncoderModel(config).eval()
 
 
-def train_autoencoder(images: list[Image.Image], num_steps: int, batch_size: int = 64) -> AutoencoderKL:
+def train_autoencoder(images: list[Image.Image], num_steps: int, batch_size: int = 32) -> AutoencoderKL:
     """A small autoencoder (4 times smaller latents, 4 channels) that knows these images; latents normalised like FLUX's."""
     autoencoder = AutoencoderKL(
         block_out_channels=(16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 3,

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ds_flux import UserError
-from ds_flux.config import LoraConfig, check_known
+from ds_flux.config import LoraConfig
+from ds_flux.flags import check_known
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"  # diffusers' name of the only adapter
@@ -24,7 +25,7 @@ def inject(transformer: Any, config: LoraConfig, default_layers: tuple[str, ...]
     """
     from peft import LoraConfig as PeftConfig  # slow to import, and only here
 
-    layers = [name.strip() for name in config.lora_layers.split(",")] if config.lora_layers else list(default_layers)
+    layers = adapted_layers(config, default_layers)
     check_layers(transformer, layers)
     transformer.requires_grad_(False)
     torch.manual_seed(seed)
@@ -39,6 +40,11 @@ def inject(transformer: Any, config: LoraConfig, default_layers: tuple[str, ...]
     )
     if config.lora_init_from:
         start_from(transformer, config)
+
+
+def adapted_layers(config: LoraConfig, default_layers: tuple[str, ...]) -> list[str]:
+    """--lora_layers, or the family's."""
+    return [name.strip() for name in config.lora_layers.split(",")] if config.lora_layers else list(default_layers)
 
 
 def check_layers(transformer: nn.Module, layers: list[str]) -> None:

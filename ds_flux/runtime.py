@@ -146,12 +146,16 @@ def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, so that a step can be finished and a checkpoint written."""
+    """Inside `with`, SIGTERM and SIGINT are remembered, so that a step can be finished and a checkpoint written."""
 
-    def __init__(self) -> None:
-        self.number: int = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _remember(self, number: int, _frame: Any) -> None:
         self.number = number

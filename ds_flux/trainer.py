@@ -2,8 +2,10 @@
 
 import json
 import math
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from diffusers.optimization import get_scheduler
 
-from ds_flux import UserError, assemble, checkpoint, models, runtime
+from ds_flux import UserError, assemble, checkpoint, lora, models, runtime
 from ds_flux.conditioning import LiveConditioner
 from ds_flux.config import Config, FlowConfig
 from ds_flux.data.images import RawBatch, load_batches
@@ -118,8 +120,10 @@ def setup(config: Config) -> Run:
     """Build everything; nothing is written before this has succeeded.  A collective."""
     with runtime.together("looking for the model"):
         architecture = models.find_architecture(config.model)
-        size = zero_config.ModelSize.of(models.transformer_on_meta(architecture))
-        ds_config = transformer_ds_config(config, size)
+        on_meta = models.transformer_on_meta(architecture)
+        ds_config = transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
+        if config.lora.rank is not None:
+            lora.check_layers(on_meta, lora.adapted_layers(config.lora, architecture.family.lora_layers))
         folders = [part for spec in architecture.family.text_encoders for part in (spec.component, spec.tokenizer)]
         for component in [*folders, "vae", "scheduler"]:
             models.component_folder(config.model, component)
@@ -129,10 +133,9 @@ def setup(config: Config) -> Run:
     manifest = describe(config, architecture, ds_config, schedule)
     resume_folder = find_resume(config, manifest)
 
-    stage = zero_config.stage_of(ds_config)
-    transformer = models.build_transformer(
-        architecture, config.model, config.lora, config.run.seed, ds_config if stage == 3 else None
-    )
+    partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
+    with runtime.together("loading the transformer"):
+        transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
     engine = engines.train_engine(transformer, ds_config, lr_schedule(config, last_step))
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
@@ -163,9 +166,9 @@ def make_objective(config: Config, architecture: models.Architecture, conditione
 
 def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule) -> Manifest:
     """The manifest of this run at step 0."""
-    lora = config.lora
-    layers = lora.lora_layers.split(",") if lora.lora_layers else list(architecture.family.lora_layers)
-    alpha = lora.lora_alpha if lora.lora_alpha is not None else lora.rank
+    settings = config.lora
+    layers = lora.adapted_layers(settings, architecture.family.lora_layers)
+    alpha = settings.lora_alpha if settings.lora_alpha is not None else settings.rank
     return Manifest(
         step=0,
         family=architecture.family.name,
@@ -174,7 +177,7 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
         base_fingerprint=runtime.on_main(
             lambda: models.fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
         ),
-        lora=None if lora.rank is None else {"rank": lora.rank, "alpha": float(alpha), "layers": layers},
+        lora=None if settings.rank is None else {"rank": settings.rank, "alpha": float(alpha), "layers": layers},
         zero_stage=zero_config.stage_of(ds_config),
         world_size=runtime.world_size(),
         data={
@@ -206,16 +209,14 @@ def find_resume(config: Config, manifest: Manifest) -> Path | None:
     return folder
 
 
-def train_step(run: Run, batches: Iterator[RawBatch | UserError], stop: runtime.StopSignal) -> dict[str, float] | None:
-    """One optimizer step on every rank; its figures, or None if a signal asks to stop before it."""
+def train_step(run: Run, batches: Iterator[RawBatch | UserError]) -> dict[str, float]:
+    """One optimizer step on every rank; its figures, the same on all of them."""
     accumulation = run.schedule.gradient_accumulation_steps
     with runtime.together("reading images"):
         raws = [next(batches) for _ in range(accumulation)]
         for raw in raws:
             if isinstance(raw, UserError):
                 raise raw
-    if stop.agreed():
-        return None
     losses = LossSums()
     for micro_step, raw in enumerate(raws):
         batch = run.conditioner(raw)
@@ -238,24 +239,33 @@ def train(config: Config) -> int:
     """The whole run; returns the exit status: 0, or 128 + the signal that ended it early."""
     began_s = time.perf_counter()
     runtime.init()
-    stop = runtime.StopSignal()
     run = setup(config)
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
-    batches = load_batches(run.source, config.data, config.run.seed, run.schedule.micro_batches(run.first_step, run.last_step))
+    with runtime.StopSignal() as stop, closing(writer):
+        signal_number = loop(run, output_dir, writer, stop)
+    if signal_number == 0:
+        runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
+    return 128 + signal_number if signal_number else 0
+
+
+def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
+    """Step after step, to the last one or to a signal, whose number it returns."""
+    micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
+    batches = load_batches(run.source, run.config.data, run.config.run.seed, micro_batches)
     for step in range(run.first_step + 1, run.last_step + 1):
-        figures = train_step(run, batches, stop)
-        if figures is None:
-            return leave_early(run, output_dir, step - 1, stop)
-        memory = runtime.all_reduce_max(torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])).tolist()
-        figures |= {"peak_host_memory_gib": memory[0], "peak_device_memory_gib": memory[1]}
+        signal_number = stop.agreed()
+        if signal_number:
+            leave_early(run, output_dir, step - 1, signal_number)
+            return signal_number
+        figures = train_step(run, batches)
+        peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
+        figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
         writer.write(step, figures, run.schedule.global_batch_size)
-        if step % config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
+        if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
             save_checkpoint(run, output_dir, step)
-    writer.close()
-    runtime.log(f"done: {run.last_step} steps, checkpoint {output_dir / f'checkpoint-{run.last_step}'}")
     return 0
 
 
@@ -265,15 +275,14 @@ def save_checkpoint(run: Run, output_dir: Path, step: int) -> Path:
     return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
 
 
-def leave_early(run: Run, output_dir: Path, step: int, stop: runtime.StopSignal) -> int:
-    """A signal came: save what there is and say how to go on.  A collective."""
-    number = stop.agreed()
+def leave_early(run: Run, output_dir: Path, step: int, signal_number: int) -> None:
+    """A signal came: save what is not saved yet and say how to go on.  A collective."""
     folder = output_dir / f"checkpoint-{step}"
-    if step and not runtime.on_main(lambda: (folder / MANIFEST).exists(), "looking for the checkpoint"):
+    is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
+    if step > run.first_step and not is_saved:
         save_checkpoint(run, output_dir, step)
     saved = f"{folder} is saved; go on with --resume_from_checkpoint latest" if step else "there was no step to save"
-    runtime.log(f"stopped by signal {number} after step {step}: {saved}")
-    return 128 + number
+    runtime.log(f"stopped by {signal.Signals(signal_number).name} after step {step}: {saved}")
 
 
 def record(run: Run, output_dir: Path) -> None:
@@ -311,7 +320,7 @@ def dry_run(config: Config) -> str:
                 assemble.frozen_ds_config(config, zero_config.ModelSize.of(encoder)), indent=2
             )
     if config.lora.rank is not None:
-        models.lora.inject(transformer, config.lora, architecture.family.lora_layers, config.run.seed)
+        lora.inject(transformer, config.lora, architecture.family.lora_layers, config.run.seed)
     trainable = [(name, tuple(p.shape)) for name, p in transformer.named_parameters() if p.requires_grad]
     total = sum(math.prod(shape) for _, shape in trainable)
     sections["what trains"] = (

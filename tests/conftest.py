@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# compiled once for an environment, and found again by every rank
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 TRANSFORMER = dict(
     num_layers=1, num_single_layers=2, num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6),
@@ -81,3 +85,31 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     transformer.save_pretrained(folder / "model/transformer", max_shard_size="200KB")
     demo.write_dataset(folder / "digits", images[:NUM_IMAGES], labels[:NUM_IMAGES])
     return Assets(folder, folder / "model", folder / "digits")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    status: int
+    output: str
+    errors: str
+
+
+@pytest.fixture
+def run_main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Callable[..., Done]:
+    """Run `ds-flux` with these arguments in this process."""
+    from ds_flux import runtime
+    from ds_flux.__main__ import main
+
+    # the process group outlives a command here: DeepSpeed cannot join a second one
+    monkeypatch.setattr(runtime, "shutdown", lambda: None)
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ds-flux", *map(str, arguments)])
+        capfd.readouterr()
+        status = main()
+        captured = capfd.readouterr()
+        return Done(status, captured.out, captured.err)
+
+    return run

@@ -9,7 +9,8 @@ import datasets
 from PIL import Image
 
 from ds_flux import UserError
-from ds_flux.config import DataConfig, check_known
+from ds_flux.config import DataConfig
+from ds_flux.flags import check_known
 
 Row = tuple[Image.Image, str]  # an image as stored, and its caption
 
@@ -108,6 +109,8 @@ def load_rows(name: str, config_name: str | None) -> datasets.Dataset:
             loaded: Any = datasets.load_from_disk(name)
         else:
             loaded = datasets.load_dataset(name, config_name)
+    except IndexError:  # what the library makes of a data set without rows
+        raise UserError(f"--dataset_name {name}: no images there") from None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())}") from error
     if isinstance(loaded, datasets.Dataset):

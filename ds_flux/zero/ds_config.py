@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from ds_flux import UserError
-from ds_flux.config import OptimConfig, TrainConfig, check_known
+from ds_flux.config import OptimConfig, TrainConfig
+from ds_flux.flags import check_known
 
 TOP_LEVEL_KEYS = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "

@@ -1,0 +1,149 @@
+"""The schedule, the sources, and what a sample's identity decides."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ds_flux import UserError
+from ds_flux.config import DataConfig
+from ds_flux.data.images import RawBatch, SampleDataset, load_batches, prepare_pixels, prepare_prompts
+from ds_flux.data.schedule import Schedule
+from ds_flux.data.sources import open_source
+
+
+def schedule(**changes: int) -> Schedule:
+    settings = dict(num_samples=10, seed=3, micro_batch_size=2, gradient_accumulation_steps=2, world_size=1, rank=0)
+    return Schedule(**{**settings, **changes})
+
+
+def global_batches(num_steps: int, first: int = 0, **changes: int) -> list[set[tuple[int, int]]]:
+    """The samples of each optimizer step, over all ranks."""
+    steps: list[set] = [set() for _ in range(first, num_steps)]
+    for rank in range(changes.get("world_size", 1)):
+        plan = schedule(**changes, rank=rank)
+        for number, keys in enumerate(plan.micro_batches(first, num_steps)):
+            steps[number // plan.gradient_accumulation_steps] |= set(keys)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(micro_batch_size=4, gradient_accumulation_steps=1),
+        dict(micro_batch_size=1, gradient_accumulation_steps=2, world_size=2),
+        dict(micro_batch_size=1, gradient_accumulation_steps=1, world_size=4),
+        dict(micro_batch_size=1, gradient_accumulation_steps=4),
+    ],
+)
+def test_any_split_sees_the_same_global_batches(split: dict[str, int]) -> None:
+    assert global_batches(9, **split) == global_batches(9)
+
+
+def test_every_sample_comes_once_an_epoch_and_none_is_lost() -> None:
+    seen = [key for step in schedule().micro_batches(0, 5) for key in step]  # 20 samples of 10: two epochs exactly
+    assert sorted(seen) == [(sample, visit) for sample in range(10) for visit in range(2)]
+    first_epoch = [sample for sample, visit in seen if visit == 0]
+    second_epoch = [sample for sample, visit in seen if visit == 1]
+    assert first_epoch != second_epoch
+    assert [visit for _, visit in seen] == [0] * 10 + [1] * 10
+
+
+def test_resume_is_a_position() -> None:
+    assert global_batches(9, first=4) == global_batches(9)[4:]
+
+
+def test_batch_larger_than_the_data() -> None:
+    with pytest.raises(UserError, match="12 images .* data holds 10"):
+        schedule(micro_batch_size=6)
+
+
+def picture(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (40, 60)) -> Path:
+    Image.new("RGB", size, color).save(path)
+    return path
+
+
+def test_folder_with_captions(tmp_path: Path) -> None:
+    picture(tmp_path / "b.png", (255, 0, 0))
+    picture(tmp_path / "a.jpg", (0, 0, 255))
+    (tmp_path / "b.txt").write_text(" red \n")
+    config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="plain")
+    source = open_source(config)
+    assert [source[i][1] for i in range(2)] == ["plain", "red"]
+    with pytest.raises(UserError, match="1 of 2 images .*a.jpg.*--instance_prompt"):
+        open_source(DataConfig(instance_data_dir=str(tmp_path)))
+
+
+def test_dataset_from_a_folder_of_images(tmp_path: Path) -> None:
+    picture(tmp_path / "0.png", (255, 0, 0))
+    (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,red\n")
+    source = open_source(DataConfig(dataset_name=str(tmp_path), caption_column="text"))
+    image, caption = source[0]
+    assert (image.size, caption, len(source)) == ((40, 60), "red", 1)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (dict(instance_data_dir="nowhere"), "no such folder"),
+        (dict(instance_data_dir="."), "no images"),
+        (dict(dataset_name="./nowhere"), "no such folder"),
+        (dict(dataset_name="{rows}", image_column="img"), "column .*img; the nearest known one is image"),
+        (dict(dataset_name="{rows}", caption_column="txt"), "column .*txt; the nearest known one is text"),
+        (dict(dataset_name="{empty}"), "no images"),
+    ],
+)
+def test_bad_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict, message: str) -> None:
+    rows = datasets.Dataset.from_dict({"image": ["x.png"], "text": ["x"]})
+    rows.save_to_disk(tmp_path / "rows")
+    rows.select([]).save_to_disk(tmp_path / "empty")
+    (tmp_path / "bare").mkdir()
+    monkeypatch.chdir(tmp_path / "bare")
+    flags = {key: value.format(rows=tmp_path / "rows", empty=tmp_path / "empty") for key, value in flags.items()}
+    with pytest.raises(UserError, match=message):
+        open_source(DataConfig(**{"instance_prompt": "p", **flags}))
+
+
+def test_identity_decides_crop_flip_and_dropout() -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8))
+    config = DataConfig(resolution=32, random_flip=True, proportion_empty_prompts=0.3, text_encoder_2_dropout=0.3)
+    keys = [(sample, visit) for sample in range(30) for visit in range(2)]
+    pixels = {key: prepare_pixels(image, config, 0, key) for key in keys}
+    assert all(torch.equal(pixels[key], prepare_pixels(image, config, 0, key)) for key in keys)
+    assert len({pixels[key].numpy().tobytes() for key in keys}) > 20
+    prompts = [prepare_prompts("cat", config, 0, key) for key in keys]
+    both = sum(p["text_encoder"] == "" for p in prompts)
+    second_alone = sum(p["text_encoder_2"] == "" and p["text_encoder"] == "cat" for p in prompts)
+    assert 8 < both < 30
+    assert 5 < second_alone < 30
+    assert not any(p["text_encoder"] == "" and p["text_encoder_2"] == "cat" for p in prompts)
+
+
+def test_pixels_are_scaled_cropped_and_turned() -> None:
+    image = Image.new("RGB", (100, 50), (255, 0, 0))
+    image.paste((0, 0, 255), (50, 0, 100, 50))
+    config = DataConfig(resolution=32, center_crop=True)
+    pixels = prepare_pixels(image, config, 0, (0, 0))
+    assert pixels.shape == (3, 32, 32)
+    assert (pixels[0, :, 0] > 0.9).all() and (pixels[2, :, -1] > 0.9).all()
+    assert (pixels.min(), pixels.max()) >= (torch.tensor(-1.0), torch.tensor(0.9))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    image.info["exif"] = exif.tobytes()
+    image.getexif()[0x0112] = 6
+    turned = prepare_pixels(image, config, 0, (0, 0))
+    assert (turned[0, 0] > 0.9).all() and (turned[2, -1] > 0.9).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_image_is_named_not_skipped(tmp_path: Path, num_workers: int) -> None:
+    picture(tmp_path / "a.png", (255, 0, 0))
+    (tmp_path / "b.png").write_bytes(b"no image")
+    config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="p", resolution=16, dataloader_num_workers=num_workers)
+    good, bad = load_batches(open_source(config), config, 0, [[(0, 0)], [(0, 1), (1, 0)]])
+    assert isinstance(good, RawBatch) and good.keys == [(0, 0)]
+    assert isinstance(bad, UserError) and "b.png cannot be read" in str(bad)
+    assert isinstance(SampleDataset(open_source(config), config, 0)[(1, 0)], UserError)

@@ -1,0 +1,79 @@
+"""Plain functions that `tests.distributed` runs on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def fixed_inputs(dtype: torch.dtype = torch.float32, batch_size: int = 2) -> dict[str, torch.Tensor]:
+    """Arguments of the small transformer, the same everywhere."""
+    from ds_flux.latents import image_ids, text_ids
+
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "hidden_states": torch.randn(batch_size, 16, 16, generator=generator).to(dtype),
+        "encoder_hidden_states": torch.randn(batch_size, 8, 32, generator=generator).to(dtype),
+        "pooled_projections": torch.randn(batch_size, 32, generator=generator).to(dtype),
+        "timestep": torch.tensor([0.3, 0.8])[:batch_size],
+        "guidance": torch.full((batch_size,), 3.5),
+        "img_ids": image_ids(4, 4, 3),
+        "txt_ids": text_ids(8, 3),
+    }
+
+
+def velocity_of_run(argv: list[str], path: str) -> None:
+    """What the engine of a resumed run says for the fixed inputs, saved by rank 0."""
+    from ds_flux import config, runtime, trainer
+
+    run = trainer.setup(config.load(argv, "ds-flux train", config.TrainCommand)[0])
+    with torch.no_grad():
+        velocity = run.engine(**fixed_inputs(next(run.engine.module.parameters()).dtype), return_dict=False)[0]
+    assert run.first_step == run.last_step
+    if runtime.rank() == 0:
+        torch.save(velocity, path)
+
+
+def text_engine_equals_whole(model: str, ds_config: str, path: str) -> None:
+    """T5 in its engine and T5 whole say the same, bit for bit; rank 0 saves the largest difference."""
+    from transformers import T5EncoderModel
+
+    from ds_flux import config, models, runtime
+    from ds_flux.assemble import build_conditioner
+
+    argv = ["--pretrained_model_name_or_path", model, "--mixed_precision", "no", "--max_sequence_length", "8"]
+    settings = config.load([*argv, "--text_encoder_deepspeed_config", ds_config], "test", config.TrainCommand)[0]
+    conditioner = build_conditioner(settings, models.find_architecture(settings.model))
+    engine = conditioner.encoders["text_encoder_2"]
+    held = sum(parameter.ds_tensor.numel() for parameter in engine.module.parameters())
+    whole = T5EncoderModel.from_pretrained(Path(model) / "text_encoder_2").eval()
+    total = sum(parameter.numel() for parameter in whole.parameters())
+    assert all(parameter.numel() == 0 for parameter in engine.module.parameters())
+    assert held < total * 0.51, (held, total)
+    clip = conditioner.encoders["text_encoder"]
+    assert all(parameter.numel() > 0 for parameter in clip.parameters()), "CLIP is replicated"
+    ids = torch.randint(3, 20, (3, 8), generator=torch.Generator().manual_seed(runtime.rank()))
+    with torch.no_grad():
+        difference = (engine(input_ids=ids)[0] - whole(input_ids=ids)[0]).abs().max()
+    worst = runtime.all_reduce_max(difference.reshape(1))
+    if runtime.rank() == 0:
+        torch.save(worst, path)
+
+
+def partitioned_weights_equal_file(folder: str, ds_config: dict[str, Any]) -> None:
+    """Every parameter, gathered, equals the file; no rank ever held more than its slice."""
+    import deepspeed
+    from diffusers import FluxTransformer2DModel
+
+    from ds_flux import runtime
+    from ds_flux.zero.weights import SafetensorsFolder, fill_module
+
+    with torch.device("meta"):
+        module = FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(folder))
+    fill_module(module, SafetensorsFolder(Path(folder), "diffusion_pytorch_model"), torch.float32, ds_config)
+    whole = FluxTransformer2DModel.from_pretrained(folder).state_dict()
+    for name, parameter in module.named_parameters():
+        assert parameter.numel() == 0
+        assert parameter.ds_tensor.numel() == -(-whole[name].numel() // runtime.world_size())
+        with deepspeed.zero.GatheredParameters([parameter]):
+            assert torch.equal(parameter.data, whole[name]), name
