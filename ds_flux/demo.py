@@ -6,6 +6,7 @@ are random, the tokenizers are built from the captions' words, the autoencoder i
 
 import json
 import string
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from ds_flux import UserError
 from ds_flux.flags import parse
+from ds_flux.manifest import find
 from ds_flux.models import initial_weight
 
 DIGITS = "zero one two three four five six seven eight nine".split()
 WORDS = ["a", "handwritten", *DIGITS]
 RESOLUTION = 32
 MAX_SEQUENCE_LENGTH = 8
+NUM_SCORED = 100
 TRANSFORMER = dict(
     num_layers=2, num_single_layers=4, num_attention_heads=4, attention_head_dim=32, axes_dims_rope=(8, 12, 12),
     in_channels=16, joint_attention_dim=64, pooled_projection_dim=32, guidance_embeds=True,
@@ -42,6 +45,8 @@ class DemoConfig:
     """where to write model/, digits/ and run.yaml, or where they are"""
     score: str | None = None
     """instead of writing: score this consolidated transformer folder with the stock pipeline"""
+    began: int | None = None
+    """with --score: when the whole demo began, in seconds since 1970, to report how long it took"""
     autoencoder_steps: int = 250
     """training steps of the autoencoder"""
     seed: int = 0
@@ -55,7 +60,7 @@ def main(argv: list[str]) -> int:
     config = DemoConfig(**parse(parser, argv).as_dict())
     folder = Path(config.output_dir)
     if config.score:
-        print(json.dumps(score(folder, Path(config.score), config.seed)))
+        print_report(report(folder, Path(config.score), config.seed, config.began))
         return 0
     images, labels = digits()
     write_model(folder / "model", images, config.autoencoder_steps, config.seed)
@@ -213,10 +218,40 @@ def autoencoder_loss(autoencoder: AutoencoderKL, pixels: Tensor) -> Tensor:
     return (reconstruction - pixels).square().mean() + 1e-4 * posterior.kl().mean() / pixels[0].numel()
 
 
-def score(folder: Path, transformer: Path, seed: int, num_each: int = 10) -> dict[str, Any]:
-    """Ask the stock pipeline for each digit ten times and a classifier, trained on the real ones, what it sees."""
+def report(folder: Path, transformer: Path, seed: int, began: int | None) -> dict[str, Any]:
+    """What the run of the demo came to; losses are means over the first and the last 20 steps."""
+    recognised, grid = score(folder, transformer, seed)
+    losses = [json.loads(line)["loss"] for line in (folder / "out/logs/metrics.jsonl").read_text().splitlines()]
+    return {
+        "digits_recognised": recognised,
+        "loss_first": round(sum(losses[:20]) / 20, 4),
+        "loss_last": round(sum(losses[-20:]) / 20, 4),
+        "seconds": round(time.time() - began) if began else None,
+        "checkpoint": str(find(folder / "out", "latest")),
+        "transformer": str(transformer),
+        "grid": str(grid),
+    }
+
+
+def print_report(figures: dict[str, Any]) -> None:
+    """For a person, then the same as one line of JSON."""
+    print(
+        f"loss {figures['loss_first']} -> {figures['loss_last']}\n"
+        f"{figures['digits_recognised']} of {NUM_SCORED} generated digits are recognised as the digit asked for\n"
+        f"look at them:          {figures['grid']}\n"
+        f"ZeRO checkpoint:       {figures['checkpoint']}\n"
+        f"diffusers transformer: {figures['transformer']}"
+    )
+    print(json.dumps(figures))
+
+
+def score(folder: Path, transformer: Path, seed: int) -> tuple[int, Path]:
+    """Ask the stock pipeline for each digit ten times; how many a classifier recognises, and a picture of all."""
     images, labels = digits()
-    pipeline = FluxPipeline.from_pretrained(folder / "model", transformer=FluxTransformer2DModel.from_pretrained(transformer))
+    pipeline = FluxPipeline.from_pretrained(
+        folder / "model", transformer=FluxTransformer2DModel.from_pretrained(transformer, torch_dtype=torch.float32)
+    )
+    num_each = NUM_SCORED // len(DIGITS)
     wanted = [digit for digit in range(len(DIGITS)) for _ in range(num_each)]
     made = pipeline(
         [caption(digit) for digit in wanted],
@@ -224,9 +259,8 @@ def score(folder: Path, transformer: Path, seed: int, num_each: int = 10) -> dic
         generator=torch.Generator().manual_seed(seed),
     ).images  # fmt: skip
     seen = classify(images, labels, made)
-    grid = folder / "digits.png"
-    save_grid(made, num_each, grid)
-    return {"digits_recognised": sum(a == b for a, b in zip(wanted, seen)), "of": len(wanted), "grid": str(grid)}
+    save_grid(made, num_each, folder / "digits.png")
+    return sum(a == b for a, b in zip(wanted, seen)), folder / "digits.png"
 
 
 def classify(images: list[Image.Image], labels: list[int], made: list[Image.Image]) -> list[int]:

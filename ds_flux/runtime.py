@@ -158,7 +158,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _remember(self, number: int, _frame: Any) -> None:
-        self.number = number
+        self.number = self.number or number  # the launcher follows Ctrl-C up with SIGTERM
 
     def agreed(self) -> int:
         """The signal that any rank received, 0 if none; a collective."""

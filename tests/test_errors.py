@@ -72,7 +72,9 @@ def one_line(done: Done, message: str) -> None:
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
-def test_bad_flags(assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: RunMain, flags: dict, message: str) -> None:  # fmt: skip
+def test_bad_flags(
+    assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: RunMain, flags: dict, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     flags = {key: str(value).format(digits=assets.digits) if value is not None else None for key, value in flags.items()}
     one_line(run_main("train", *assets.flags(tmp_path / "run", **flags)), message)
@@ -99,7 +101,7 @@ def test_bad_deepspeed_json(assets: Assets, tmp_path: Path, run_main: RunMain, c
 def test_bad_yaml(assets: Assets, tmp_path: Path, run_main: RunMain, text: str, message: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    arguments = [a for a in assets.flags(tmp_path / "run", learning_rate=None)]
+    arguments = assets.flags(tmp_path / "run", learning_rate=None)
     one_line(run_main("train", "--config", path, *arguments), message)
     assert not (tmp_path / "run").exists()
 
