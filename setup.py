@@ -30,5 +30,5 @@ setup(
         "protobuf>=5",
     ],
     extras_require={"demo": ["scikit-learn>=1.5"], "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "ruff"]},
-    entry_points={"console_scripts": ["ds-flux = ds_flux.__main__:main"]},
+    entry_points={"console_scripts": ["ds-flux = ds_flux.__main__:run"]},
 )

@@ -90,5 +90,20 @@ def leave(error: UserError) -> int:
     return 2
 
 
+def run() -> None:
+    """The process's entry: `main`, and out at once.
+
+    Everything is written and closed by now; what is left are libraries' threads (seen: one that aborted at the end of a run
+    that had been stopped and saved, and turned its exit status into the launcher's failure).
+    """
+    try:
+        status = main()
+    except SystemExit as leaving:  # --help, --print_config
+        status = leaving.code if isinstance(leaving.code, int) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -54,8 +54,9 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one; all ranks together, lest one loses a peer that is not done."""
     if torch.distributed.is_initialized():
+        barrier()
         torch.distributed.destroy_process_group()
 
 

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Train on all GPUs of this machine:
+#
+#     bash launch/single_node.sh launch/recipes/flux1-dev-lora.yaml [ds_configs/zero3.json] [flags of ds-flux train]
+set -euo pipefail
+recipe=${1:?usage: launch/single_node.sh RECIPE.yaml [DEEPSPEED.json] [flags]}
+shift
+ds_config=ds_configs/zero3.json
+if [ "${1:+${1##*.}}" = json ]; then ds_config=$1; shift; fi
+exec deepspeed --module ds_flux train --config "$recipe" --deepspeed_config "$ds_config" "$@"
