@@ -120,7 +120,9 @@ def main() -> None:
     for repeat in range(options.repeats):
         for kind, rows in results.items():
             out = folder / f"{kind}-{time.time_ns()}"
-            done = launch(2, "tests.benchmarks.train_loop", "rank", kind, str(folder), str(options.steps), str(out), timeout_s=900)
+            done = launch(
+                2, "tests.benchmarks.train_loop", "rank", kind, str(folder), str(options.steps), str(out), timeout_s=900
+            )
             assert done.returncode == 0, done.stderr[-3000:]
             rows.append(worst_rank(out))
             print(f"{repeat} {kind:5}", {key: round(value, 2) for key, value in rows[-1].items()}, flush=True)
