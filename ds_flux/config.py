@@ -77,6 +77,11 @@ class LoraConfig:
     lora_init_from: str | None = None
     """start from this LoRA file (pytorch_lora_weights.safetensors or its folder)"""
 
+    @property
+    def alpha(self) -> float:
+        """--lora_alpha, or its default; only where there is a rank."""
+        return float(self.rank if self.lora_alpha is None else self.lora_alpha)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:

@@ -32,7 +32,7 @@ def inject(transformer: Any, config: LoraConfig, default_layers: tuple[str, ...]
     transformer.add_adapter(
         PeftConfig(
             r=config.rank,
-            lora_alpha=config.lora_alpha if config.lora_alpha is not None else config.rank,
+            lora_alpha=config.alpha,
             lora_dropout=config.lora_dropout,
             target_modules=layers,
             init_lora_weights="gaussian",
@@ -72,7 +72,7 @@ def start_from(transformer: nn.Module, config: LoraConfig) -> None:
             f"{file.path} does not fit --rank {config.rank} and --lora_layers: {differ} is {here.get(differ, 'missing')} "
             f"there and {shapes.get(differ, 'missing')} here"
         )
-    if file.alpha != (config.lora_alpha or config.rank):
+    if file.alpha != config.alpha:
         raise UserError(f"{file.path} has lora_alpha {file.alpha:g}: give --lora_alpha {file.alpha:g}")
     with torch.no_grad():
         for name, tensor in file.tensors.items():

@@ -16,13 +16,13 @@ NUM_SIGMA_BINS = 8
 class LossSums:
     """Loss of one optimizer step, summed over its micro steps; one vector, so one all-reduce makes it global."""
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(2 + 2 * NUM_SIGMA_BINS, dtype=torch.float64)
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(2 + 2 * NUM_SIGMA_BINS, device=device)
 
     def add(self, loss: Tensor, sigma: Tensor) -> None:
-        """Count the per-sample losses (B,) of one micro step at their sigma (B,)."""
-        loss = loss.detach().double().cpu()
-        bins = (sigma.cpu() * NUM_SIGMA_BINS).long().clamp(max=NUM_SIGMA_BINS - 1)
+        """Count the per-sample losses (B,) of one micro step at their sigma (B,); stays on the device, so nobody waits."""
+        loss = loss.detach().float()
+        bins = (sigma * NUM_SIGMA_BINS).long().clamp(max=NUM_SIGMA_BINS - 1)
         self.sums[0] += loss.sum()
         self.sums[1] += len(loss)
         self.sums[2 : 2 + NUM_SIGMA_BINS].index_add_(0, bins, loss)

@@ -4,6 +4,7 @@ A collective that one rank misses hangs all the others.  So whatever can fail on
 whatever only one rank notices (a signal) is agreed with `any_rank` before anyone acts on it.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -46,11 +47,23 @@ def init() -> None:
         }
     if "RANK" not in os.environ:
         os.environ.update(alone)
+    keep_heap_small()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(verbose=False)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def keep_heap_small(mmap_threshold_bytes: int = 8 << 20) -> None:
+    """Have glibc map buffers of 8 MiB and more one by one, so that they go back to the system when they are freed.
+
+    It would raise that limit to 32 MiB as it goes and keep gathered weights of ever other sizes as holes in its heap: a
+    twentieth of a rank's memory where the model or the offloaded part of it is on the CPU.
+    """
+    libc, m_mmap_threshold = ctypes.CDLL(None), -3
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(m_mmap_threshold, mmap_threshold_bytes)
 
 
 def shutdown() -> None:

@@ -15,52 +15,17 @@ from diffusers.optimization import get_scheduler
 
 from ds_flux import UserError, assemble, checkpoint, lora, models, runtime
 from ds_flux.conditioning import LiveConditioner
-from ds_flux.config import Config, FlowConfig
+from ds_flux.config import Config
 from ds_flux.data.images import RawBatch, load_batches
-from ds_flux.data.schedule import SampleKey, Schedule
+from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import Source, open_source
-from ds_flux.denoiser import denoising_loss
-from ds_flux.families.spec import FluxFamily
-from ds_flux.flow import loss_weight, sample_sigma
-from ds_flux.latents import Batch
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
-from ds_flux.randomness import sample_generator
+from ds_flux.objective import Objective
 from ds_flux.sampling import schedule_mu
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.weights import num_elements
-
-
-@dataclass(frozen=True)
-class Objective:
-    """How a sample's identity becomes sigma and noise, and what the loss is."""
-
-    family: FluxFamily
-    flow: FlowConfig
-    seed: int
-    mu: float
-    """log-SNR shift of the training sigmas"""
-    has_guidance: bool
-
-    def draw(self, keys: list[SampleKey], latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """sigma (B,) and noise like `latents`, each sample's from its own generators."""
-        settings = self.flow.weighting_scheme, self.flow.logit_mean, self.flow.logit_std, self.flow.mode_scale, self.mu
-        sigma = torch.cat([sample_sigma(sample_generator(self.seed, *key, "sigma"), *settings) for key in keys])
-        shape = latents.shape[1:]
-        noise = torch.stack([torch.randn(shape, generator=sample_generator(self.seed, *key, "noise")) for key in keys])
-        return sigma.to(latents.device), noise.to(latents.device)
-
-    def guidance(self, batch_size: int, device: torch.device) -> torch.Tensor | None:
-        """The distilled guidance value for each sample, or None for a model without the embedding."""
-        return torch.full((batch_size,), self.flow.guidance_scale, device=device) if self.has_guidance else None
-
-    def loss(self, engine: Any, batch: Batch, keys: list[SampleKey]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted loss of each sample (B,), and its sigma (B,)."""
-        sigma, noise = self.draw(keys, batch.latents)
-        guidance = self.guidance(len(keys), batch.latents.device)
-        loss = denoising_loss(engine, self.family, batch, sigma, noise, guidance)
-        return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma
 
 
 @dataclass(frozen=True)
@@ -166,9 +131,10 @@ def make_objective(config: Config, architecture: models.Architecture, conditione
 
 def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule) -> Manifest:
     """The manifest of this run at step 0."""
-    settings = config.lora
-    layers = lora.adapted_layers(settings, architecture.family.lora_layers)
-    alpha = settings.lora_alpha if settings.lora_alpha is not None else settings.rank
+    adapter = None
+    if config.lora.rank is not None:
+        layers = lora.adapted_layers(config.lora, architecture.family.lora_layers)
+        adapter = {"rank": config.lora.rank, "alpha": config.lora.alpha, "layers": layers}
     return Manifest(
         step=0,
         family=architecture.family.name,
@@ -177,7 +143,7 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
         base_fingerprint=runtime.on_main(
             lambda: models.fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
         ),
-        lora=None if settings.rank is None else {"rank": settings.rank, "alpha": float(alpha), "layers": layers},
+        lora=adapter,
         zero_stage=zero_config.stage_of(ds_config),
         world_size=runtime.world_size(),
         data={
@@ -217,7 +183,7 @@ def train_step(run: Run, batches: Iterator[RawBatch | UserError]) -> dict[str, f
         for raw in raws:
             if isinstance(raw, UserError):
                 raise raw
-    losses = LossSums()
+    losses = LossSums(runtime.device())
     for micro_step, raw in enumerate(raws):
         batch = run.conditioner(raw)
         loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
@@ -231,8 +197,13 @@ def train_step(run: Run, batches: Iterator[RawBatch | UserError]) -> dict[str, f
             f"the loss of step {run.engine.global_steps + 1} is {figures['loss']}: the step was not taken; "
             "resume from the last checkpoint with a lower --learning_rate"
         )
-    lr = run.engine.get_lr()[0]
-    return {**figures, "lr": lr, "grad_norm": engines.optimizer_step(run.engine)}
+    lr, grad_norm = run.engine.get_lr()[0], engines.optimizer_step(run.engine)
+    if not math.isfinite(grad_norm):
+        raise UserError(
+            f"the gradient norm of step {run.engine.global_steps} is {grad_norm}: the weights are spoilt; "
+            "resume from the last checkpoint with a lower --learning_rate"
+        )
+    return {**figures, "lr": lr, "grad_norm": grad_norm}
 
 
 def train(config: Config) -> int:

@@ -14,7 +14,7 @@ FLOORS = [
     ["families.spec", "families.flux1", "families"],
     ["data.schedule", "data.sources", "data.images", "zero.ds_config", "zero.weights", "zero.engines", "lora"],
     ["models", "conditioning", "denoiser"],
-    ["assemble", "sampling", "checkpoint", "consolidate"],
+    ["assemble", "objective", "sampling", "checkpoint", "consolidate"],
     ["trainer", "sampler", "demo"],
     ["__main__"],
 ]

@@ -10,7 +10,6 @@ alternate, so that a noisy neighbour meets both; what counts is process CPU time
 
 import argparse
 import json
-import os
 import resource
 import statistics
 import time
@@ -41,7 +40,7 @@ def ours(folder: str, num_steps: int, out: str) -> None:
         "pretrained_model_name_or_path": f"{folder}/model", "instance_data_dir": f"{folder}/images",
         "instance_prompt": "a handwritten seven", "output_dir": f"{out}-run", "resolution": assets.RESOLUTION,
         "max_sequence_length": assets.NUM_TEXT_TOKENS, "mixed_precision": "bf16", "train_batch_size": 2,
-        "max_train_steps": num_steps, "deepspeed_config": os.environ.get("ZC", ROOT / "ds_configs/zero3.json"),
+        "max_train_steps": num_steps, "deepspeed_config": ROOT / "ds_configs/zero3.json",
         "text_encoder_deepspeed_config": ROOT / "ds_configs/text_encoder_zero3.json", "checkpointing_steps": 10**6,
     }  # fmt: skip
     settings, _ = config.load([f"--{k}={v}" for k, v in arguments.items()], "ds-flux train", config.TrainCommand)

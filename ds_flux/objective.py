@@ -1,0 +1,46 @@
+"""The training objective of a sample: its identity decides sigma and noise, the flow settings decide the loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_flux.config import FlowConfig
+from ds_flux.data.schedule import SampleKey
+from ds_flux.denoiser import denoising_loss
+from ds_flux.families.spec import FluxFamily
+from ds_flux.flow import loss_weight, sample_sigma
+from ds_flux.latents import Batch
+from ds_flux.randomness import sample_generator
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Pure: the same keys and batch give the same loss on any rank, at any step."""
+
+    family: FluxFamily
+    flow: FlowConfig
+    seed: int
+    mu: float
+    """log-SNR shift of the training sigmas"""
+    has_guidance: bool
+
+    def draw(self, keys: list[SampleKey], latents: Tensor) -> tuple[Tensor, Tensor]:
+        """sigma (B,) and noise like `latents`, each sample's from its own generators."""
+        settings = self.flow.weighting_scheme, self.flow.logit_mean, self.flow.logit_std, self.flow.mode_scale, self.mu
+        sigma = torch.cat([sample_sigma(sample_generator(self.seed, *key, "sigma"), *settings) for key in keys])
+        shape = latents.shape[1:]
+        noise = torch.stack([torch.randn(shape, generator=sample_generator(self.seed, *key, "noise")) for key in keys])
+        return sigma.to(latents.device), noise.to(latents.device)
+
+    def guidance(self, batch_size: int, device: torch.device) -> Tensor | None:
+        """The distilled guidance value for each sample, or None for a model without the embedding."""
+        return torch.full((batch_size,), self.flow.guidance_scale, device=device) if self.has_guidance else None
+
+    def loss(self, engine: Any, batch: Batch, keys: list[SampleKey]) -> tuple[Tensor, Tensor]:
+        """Weighted loss of each sample (B,), and its sigma (B,)."""
+        sigma, noise = self.draw(keys, batch.latents)
+        guidance = self.guidance(len(keys), batch.latents.device)
+        loss = denoising_loss(engine, self.family, batch, sigma, noise, guidance)
+        return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma
