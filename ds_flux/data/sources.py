@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.flags import check_known
+
+if TYPE_CHECKING:
+    import datasets
 
 Row = tuple[Image.Image, str]  # an image as stored, and its caption
 
@@ -39,7 +41,7 @@ class Folder(Sequence[Row]):
 class Table(Sequence[Row]):
     """A split of a data set."""
 
-    rows: datasets.Dataset
+    rows: "datasets.Dataset"
     image_column: str
     caption_column: str | None
     prompt: str | None
@@ -100,8 +102,10 @@ def open_table(config: DataConfig) -> Table:
     return Table(rows, config.image_column, config.caption_column, config.instance_prompt)
 
 
-def load_rows(name: str, config_name: str | None) -> datasets.Dataset:
+def load_rows(name: str, config_name: str | None) -> "datasets.Dataset":
     """The `train` split; UserError in place of the library's errors."""
+    import datasets  # a second and 85 MB on every rank, which a run on a folder of images does without
+
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
         raise UserError(f"--dataset_name {name}: no such folder")
     try:
