@@ -118,13 +118,11 @@ def build_transformer(
     Args:
         ds_config: partition the weights by this config (stage 3); None: whole on this rank.
     """
+    is_lora = lora_config.rank is not None
     transformer = transformer_on_meta(architecture)
-    if lora_config.rank is not None:
-        transformer.requires_grad_(False)  # before the weights: a partition remembers it
-    with_adapters = lora_config.rank is not None
-    source = transformer_weights(architecture, config, seed)
-    fill_module(transformer, source, weight_dtype(config), ds_config)
-    if with_adapters:
+    transformer.requires_grad_(not is_lora)  # before the weights: a partition remembers it
+    fill_module(transformer, transformer_weights(architecture, config, seed), weight_dtype(config), ds_config)
+    if is_lora:
         lora.inject(transformer, lora_config, architecture.family.lora_layers, seed)
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -164,10 +162,12 @@ def build_text_encoder(spec: TextEncoderSpec, config: ModelConfig, ds_config: di
     """A frozen text encoder: partitioned by `ds_config`, or whole."""
     folder = component_folder(config, spec.component)
     if not spec.is_large:
-        encoder = spec.model_class.from_pretrained(folder, dtype=weight_dtype(config)).to(runtime.device())
+        encoder = spec.model_class.from_pretrained(folder, variant=config.variant, dtype=weight_dtype(config)).to(
+            runtime.device()
+        )
     else:
         encoder = text_encoder_on_meta(spec, folder).requires_grad_(False)
-        fill_module(encoder, SafetensorsFolder(folder, TRANSFORMERS_FILE), weight_dtype(config), ds_config)
+        fill_module(encoder, SafetensorsFolder(folder, TRANSFORMERS_FILE, config.variant), weight_dtype(config), ds_config)
     return encoder.requires_grad_(False).eval()
 
 
@@ -182,7 +182,7 @@ def build_tokenizers(family: FluxFamily, config: ModelConfig) -> dict[str, Any]:
 def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:
     """The frozen autoencoder, whole on every rank."""
     folder = component_folder(config, "vae")
-    autoencoder = family.autoencoder_class.from_pretrained(folder, torch_dtype=weight_dtype(config))
+    autoencoder = family.autoencoder_class.from_pretrained(folder, variant=config.variant, torch_dtype=weight_dtype(config))
     return autoencoder.to(runtime.device()).requires_grad_(False).eval()
 
 
@@ -207,5 +207,4 @@ def fingerprint(architecture: Architecture, config: ModelConfig, seed: int) -> s
         head = torch.empty(min(1024, torch.Size(entry.shape).numel()))
         source.read(name, entry.shape, 0, head)
         digest.update(f"{name} {entry.shape}".encode() + head.numpy().tobytes())
-    source.close()
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from ds_flux.denoiser import denoising_loss
 from ds_flux.families.spec import FluxFamily
 from ds_flux.flow import loss_weight, sample_sigma
 from ds_flux.latents import Batch
-from ds_flux.randomness import sample_generator
+from ds_flux.randomness import key_seed, sample_generator
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,6 @@ class Objective:
         """Weighted loss of each sample (B,), and its sigma (B,)."""
         sigma, noise = self.draw(keys, batch.latents)
         guidance = self.guidance(len(keys), batch.latents.device)
+        torch.manual_seed(key_seed("module", self.seed, *keys[0]))  # for dropout of adapters, which has no generator
         loss = denoising_loss(engine, self.family, batch, sigma, noise, guidance)
         return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma

@@ -25,5 +25,10 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> torch.Tensor:
 
 def keyed_generator(*key: int | str) -> torch.Generator:
     """A CPU generator seeded by a hash of the key, so that neighbouring keys give unrelated streams."""
+    return torch.Generator().manual_seed(key_seed(*key))
+
+
+def key_seed(*key: int | str) -> int:
+    """A seed of 63 bits for a key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little") >> 1

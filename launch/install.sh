@@ -24,7 +24,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A build that was killed leaves a lock on which every later start would wait for ever.
 if ! pgrep -f deepspeed >/dev/null; then rm -f "$TORCH_EXTENSIONS_DIR"/*/lock; fi
 echo "DeepSpeed's CPU kernels (built once, about two minutes) ..."
-OMP_NUM_THREADS= DS_ACCELERATOR=cpu python - <<'PY'
+env -u OMP_NUM_THREADS DS_ACCELERATOR=cpu python - <<'PY'
 import logging
 
 logging.disable(logging.WARNING)

@@ -24,7 +24,7 @@ train=(deepspeed --num_accelerators 2 --module ds_flux train
 echo "== 2/5 training, to be stopped by SIGTERM after 300 steps: a checkpoint is written, nothing is lost"
 "${train[@]}" &
 launcher=$!
-steps() { wc -l < "$folder/out/logs/metrics.jsonl" 2>/dev/null || echo 0; }
+steps() { cat "$folder/out/logs/metrics.jsonl" 2>/dev/null | wc -l; }
 while kill -0 $launcher 2>/dev/null && [ "$(steps)" -lt 300 ]; do sleep 1; done
 pkill -TERM -f -- "-m ds_flux --local_rank=0 train --config $folder/run.yaml" || true
 status=0; wait $launcher || status=$?

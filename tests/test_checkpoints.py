@@ -11,7 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 
-from ds_flux import UserError
+from ds_flux import UserError, assemble, config, lora, models, runtime
 from ds_flux.consolidate import consolidate
 from ds_flux.consolidate import main as consolidate_command
 from tests.conftest import Assets
@@ -22,7 +22,7 @@ LORA = {"rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
 RUNS: dict[str, dict[str, Any]] = {
     "stage 3, offload": {"stage": 3, "offload": True},
     "stage 3, bf16": {"stage": 3, "mixed_precision": "bf16", "train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "stage 3, LoRA": {"stage": 3, **LORA},
+    "stage 3, LoRA": {"stage": 3, "lora_dropout": 0.2, **LORA},
     "stage 2": {"stage": 2, "lr_scheduler": "linear"},
     "stage 1, bf16": {"stage": 1, "mixed_precision": "bf16"},
     "stage 0": {"stage": 0},
@@ -67,11 +67,11 @@ def test_resume_is_exact(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "stage 0" not in name])
 def test_consolidated_equals_zero_to_fp32(folder: Path, tmp_path: Path, name: str) -> None:
-    lora = "LoRA" in name
-    expected = get_fp32_state_dict_from_zero_checkpoint(str(folder / name), "checkpoint-6", exclude_frozen_parameters=lora)
+    is_lora = "LoRA" in name
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(folder / name), "checkpoint-6", exclude_frozen_parameters=is_lora)
     consolidate(folder / name / "checkpoint-6", tmp_path / "out", torch.float32, 50_000)
     got = {key: value for path in (tmp_path / "out").glob("*.safetensors") for key, value in load_file(path).items()}
-    if lora:
+    if is_lora:
         expected = {f"transformer.{key}".replace(".default.", "."): value for key, value in expected.items()}
         assert {key for key in got if key not in expected} == {key for key in got if key.endswith(".alpha")} != set()
     else:
@@ -101,7 +101,16 @@ def test_the_stock_pipeline_loads_the_lora(assets: Assets, folder: Path, tmp_pat
         pipeline.load_lora_weights(tmp_path / "out")
         after = pipeline.transformer(**fixed_inputs(), return_dict=False)[0]
     assert (after - before).abs().max() > 1e-3
-    torch.testing.assert_close(after, torch.load(folder / f"{name}.pt"), rtol=1e-5, atol=1e-5)
+    expected = torch.load(folder / f"{name}.pt")
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
+
+    arguments = ["--pretrained_model_name_or_path", str(assets.model), "--mixed_precision", "no"]
+    settings, _ = config.load(arguments, "test", config.SampleCommand)
+    runtime.init()
+    architecture = models.find_architecture(settings.model)
+    ours = assemble.build_frozen_transformer(settings, architecture, lora.config_of_file(tmp_path / "out"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**fixed_inputs(), return_dict=False)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_lora_checkpoint_leaves_the_base_out(folder: Path) -> None:

@@ -20,8 +20,8 @@ from tests.conftest import Assets, Done
 from tests.distributed import ROOT, environment, launch, launch_command, metrics, run_jobs
 
 
-def test_partitioned_loading_and_text_engine(assets: Assets, tmp_path: Path) -> None:
-    """Two ranks: weights equal the file's; T5 in its engine equals T5 whole, with and without offload."""
+def test_loading_text_engine_and_agreement(assets: Assets, tmp_path: Path) -> None:
+    """Two ranks: weights equal the file's; T5 in its engine equals T5 whole, with and without offload; errors are shared."""
     offloaded = assets.folder / "text_offload.json"
     offload = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"}}
     offloaded.write_text(json.dumps({"zero_optimization": offload}))
@@ -33,6 +33,7 @@ def test_partitioned_loading_and_text_engine(assets: Assets, tmp_path: Path) -> 
     ]
     folder = str(assets.model / "transformer")
     jobs.append({"function": "tests.workers:partitioned_weights_equal_file", "args": [folder, zero]})
+    jobs.append({"function": "tests.workers:ranks_fail_together", "args": []})
     run_jobs(2, jobs, tmp_path)
     for name in configs:
         assert torch.load(tmp_path / name).item() == 0.0

@@ -8,7 +8,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
-from ds_flux import flow
+from ds_flux import config, flow, models, trainer
 from ds_flux.conditioning import LiveConditioner, decode_latents
 from ds_flux.data.images import RawBatch
 from ds_flux.denoiser import denoising_loss
@@ -132,3 +132,15 @@ def test_dropped_prompts_are_the_empty_prompt(assets: Assets) -> None:
     mixed = conditioner.encode_text({"text_encoder": ["a"], "text_encoder_2": [""]})
     assert torch.equal(both["pooled_projections"], mixed["pooled_projections"])
     assert not torch.equal(both["encoder_hidden_states"], mixed["encoder_hidden_states"])
+
+
+@pytest.mark.parametrize(
+    "shift, mu", [("none", 0.0), ("3", math.log(3)), ("resolution", 0.5 + (1.15 - 0.5) / 3840 * (16 - 256))]
+)
+def test_timestep_shift(assets: Assets, shift: str, mu: float) -> None:
+    """By hand, or as the pipeline shifts at this size: 16 tokens."""
+    arguments = ["--pretrained_model_name_or_path", str(assets.model), "--resolution", "32", "--timestep_shift", shift]
+    settings, _ = config.load(arguments, "test", config.TrainCommand)
+    conditioner = make_conditioner(FluxPipeline.from_pretrained(assets.model))
+    objective = trainer.make_objective(settings, models.find_architecture(settings.model), conditioner)
+    assert objective.mu == pytest.approx(mu)

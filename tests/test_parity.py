@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from ds_flux.consolidate import consolidate
 from tests.conftest import Assets
 from tests.distributed import metrics, run_jobs
 
+SCRATCH = {"from_scratch": "true", "transformer_config": "{model}/transformer/config.json"}
 LORA = {"rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
 
 # name: (processes, flags); eight images in every optimizer step
@@ -28,6 +32,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
         2,
         {"stage": 3, "offload": True, "gradient_checkpointing": "true", **LORA},
     ),
+    "2 processes, stage 3, from scratch": (2, {"stage": 3, **SCRATCH}),
     "4 processes, stage 3, offload": (4, {"stage": 3, "offload": True, "train_batch_size": 2}),
     "4 processes, stage 1, accumulation 2": (
         4,
@@ -39,6 +44,7 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
 
 def job(assets: Assets, folder: Path, name: str, stage: int = 0, offload: bool = False, **flags: object) -> list[str]:
     """The arguments of a case, with a run folder of its own."""
+    flags = {key: value.format(model=assets.model) if isinstance(value, str) else value for key, value in flags.items()}
     return assets.flags(folder / name, deepspeed_config=assets.ds_config(stage, offload), checkpointing_steps=100, **flags)
 
 
@@ -49,6 +55,7 @@ def folder(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     reference = [
         job(assets, folder, "full", train_batch_size=8),
         job(assets, folder, "LoRA", train_batch_size=8, **LORA),
+        job(assets, folder, "from scratch", train_batch_size=8, **SCRATCH),
     ]
     run_jobs(1, reference, folder)
     for num_ranks in (2, 4):
@@ -60,7 +67,7 @@ def folder(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_same_losses_and_gradient_norms(folder: Path, name: str) -> None:
-    expected = metrics(folder / ("LoRA" if "LoRA" in name else "full"))
+    expected = metrics(folder / next((kind for kind in ("LoRA", "from scratch") if kind in name), "full"))
     got = metrics(folder / name)
     assert len(got) == 6
     for key in ("loss", "grad_norm"):
@@ -74,3 +81,14 @@ def test_the_reference_learns_something(folder: Path) -> None:
     assert len({row["loss"] for row in rows}) == 6
     assert all(row["grad_norm"] > 0.01 for row in rows)
     assert max(row["lr"] for row in rows) > min(row["lr"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["4 processes, stage 3, offload", "4 processes, stage 1, accumulation 2"])
+def test_same_weights_out_of_any_number_of_ranks(folder: Path, tmp_path: Path, name: str) -> None:
+    weights = {}
+    for run in ("full", name):
+        consolidate(folder / run / "checkpoint-6", tmp_path / run, torch.float32, 10**9)
+        weights[run] = load_file(tmp_path / run / "diffusion_pytorch_model.safetensors")
+    assert weights[name].keys() == weights["full"].keys()
+    for key, value in weights["full"].items():
+        torch.testing.assert_close(weights[name][key], value, rtol=1e-4, atol=2e-5)

@@ -27,6 +27,7 @@ def velocity_of_run(argv: list[str], path: str) -> None:
     from ds_flux import config, runtime, trainer
 
     run = trainer.setup(config.load(argv, "ds-flux train", config.TrainCommand)[0])
+    run.engine.eval()  # no dropout of adapters
     with torch.no_grad():
         velocity = run.engine(**fixed_inputs(next(run.engine.module.parameters()).dtype), return_dict=False)[0]
     assert run.first_step == run.last_step
@@ -77,3 +78,25 @@ def partitioned_weights_equal_file(folder: str, ds_config: dict[str, Any]) -> No
         assert parameter.ds_tensor.numel() == -(-whole[name].numel() // runtime.world_size())
         with deepspeed.zero.GatheredParameters([parameter]):
             assert torch.equal(parameter.data, whole[name]), name
+
+
+def ranks_fail_together() -> None:
+    """What fails on one rank fails on all with the same words; what fails on none goes on."""
+    import pytest
+
+    from ds_flux import UserError, runtime
+
+    with runtime.together("nothing"):
+        pass
+    with pytest.raises(UserError, match="^bad image$"), runtime.together("reading"):
+        if runtime.rank() == 1:
+            raise UserError("bad image")
+    with pytest.raises(RuntimeError, match="reading failed on rank 1: disk"), runtime.together("reading"):
+        if runtime.rank() == 1:
+            raise OSError("disk")
+    with pytest.raises(UserError, match="^not there$"):
+        runtime.on_main(lambda: (_ for _ in ()).throw(UserError("not there")), "looking")
+    assert runtime.on_main(lambda: "found", "looking") == "found"
+    assert runtime.any_rank(runtime.rank() == 1) and not runtime.any_rank(False)
+    first = runtime.on_each_node_first(runtime.rank, "counting")
+    assert first == runtime.rank()

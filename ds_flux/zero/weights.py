@@ -6,7 +6,6 @@ existed whole, and each rank reads its own slice of each tensor: no broadcast, n
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,9 @@ class SafetensorsFolder:
         self.entries: dict[str, Entry] = {}
         for path in safetensors_files(folder, base, variant):
             for name, info in read_header(path).items():
+                if info["dtype"] not in DTYPES:
+                    raise UserError(f"{path}: {name} is stored as {info['dtype']}; known are {', '.join(DTYPES)}")
                 self.entries[name] = Entry(path, info["data_offsets"][0], DTYPES[info["dtype"]], tuple(info["shape"]))
-        self.files: dict[Path, int] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of all tensors."""
@@ -73,25 +73,16 @@ class SafetensorsFolder:
         entry = self.entries[name]
         same = out.dtype == entry.dtype and out.device.type == "cpu"
         buffer = out if same else torch.empty(out.numel(), dtype=entry.dtype)
-        view, position = memoryview(buffer.view(torch.uint8).numpy()), entry.offset + start * entry.dtype.itemsize
-        while len(view):
-            count = os.preadv(self._file(entry.path), [view], position)
-            if count == 0:
-                raise UserError(f"{entry.path} ends in the middle of {name}: the file is cut short")
-            view, position = view[count:], position + count
+        view = memoryview(buffer.view(torch.uint8).numpy())
+        with entry.path.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start * entry.dtype.itemsize)
+            while len(view):
+                count = file.readinto(view)
+                if not count:
+                    raise UserError(f"{entry.path} ends in the middle of {name}: the file is cut short")
+                view = view[count:]
         if not same:
             out.copy_(buffer)
-
-    def _file(self, path: Path) -> int:
-        if path not in self.files:
-            self.files[path] = os.open(path, os.O_RDONLY)
-        return self.files[path]
-
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self.files.values():
-            os.close(descriptor)
-        self.files.clear()
 
 
 def safetensors_files(folder: Path, base: str, variant: str | None = None) -> list[Path]:
@@ -115,7 +106,10 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
         if length + 8 > size:
             raise UserError(f"{path} is no safetensors file, or is cut short")
-        header = json.loads(file.read(length))
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            raise UserError(f"{path} is no safetensors file: its header is not JSON") from None
     header.pop("__metadata__", None)
     for info in header.values():
         info["data_offsets"] = [8 + length + offset for offset in info["data_offsets"]]
