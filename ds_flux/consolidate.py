@@ -27,6 +27,7 @@ from ds_flux.manifest import MANIFEST, Manifest, find, read_manifest
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 PIECE_NUMEL = 1 << 20
+FLUSH_BYTES = 64 << 20
 WEIGHTS_NAME = "diffusion_pytorch_model"
 
 
@@ -285,10 +286,14 @@ def write_safetensors(path: Path, tensors: list[TensorPieces], dtype: torch.dtyp
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for piece in cut(tensor.pieces):
-                bar.update(write_all(file, piece.to(dtype)))
-                give_back(piece)
+        flushed = 0
+        for piece in (piece for tensor in tensors for piece in cut(tensor.pieces)):
+            bar.update(write_all(file, piece.to(dtype)))
+            give_back(piece)
+            if file.tell() - flushed >= FLUSH_BYTES:
+                # have the disk begin, so that the wait at the end is short
+                os.posix_fadvise(file.fileno(), flushed, file.tell() - flushed, os.POSIX_FADV_DONTNEED)
+                flushed = file.tell()
         os.fsync(file.fileno())
 
 
