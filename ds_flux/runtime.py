@@ -4,7 +4,6 @@ A collective that one rank misses hangs all the others.  So whatever can fail on
 whatever only one rank notices (a signal) is agreed with `any_rank` before anyone acts on it.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -36,18 +35,8 @@ def env_world_size() -> int:
 
 def init() -> None:
     """Join the process group; without a launcher, be a group of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        alone = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-        }
     if "RANK" not in os.environ:
-        os.environ.update(alone)
-    keep_heap_small()
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -55,15 +44,11 @@ def init() -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def keep_heap_small(mmap_threshold_bytes: int = 8 << 20) -> None:
-    """Have glibc map buffers of 8 MiB and more one by one, so that they go back to the system when they are freed.
-
-    It would raise that limit to 32 MiB as it goes and keep gathered weights of ever other sizes as holes in its heap: a
-    twentieth of a rank's memory where the model or the offloaded part of it is on the CPU.
-    """
-    libc, m_mmap_threshold = ctypes.CDLL(None), -3
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(m_mmap_threshold, mmap_threshold_bytes)
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def shutdown() -> None:

@@ -9,11 +9,12 @@ import faulthandler
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from ds_flux.runtime import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,13 +23,6 @@ def environment() -> dict[str, str]:
     """One thread for each rank, on the CPU, and no network."""
     quiet = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     return {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def launch_command(num_ranks: int, module: str, *args: str) -> list[str]:

@@ -60,18 +60,18 @@ class ModelSize:
 def auto_sizes(size: ModelSize) -> dict[str, int]:
     """Buffers in proportion to the model, for "auto" in the JSON; DeepSpeed's own defaults suit billions of weights.
 
-    A bucket holds one block; a block may be gathered ahead and one stay alive.  Whatever is small beside a block stays
+    A bucket holds half a block, half a block is gathered ahead while one is alive.  Whatever is small beside a block stays
     whole on every rank, up to DeepSpeed's default.
     """
     block = size.num_block_params
     return {
-        "reduce_bucket_size": block,
-        "allgather_bucket_size": block,
-        "stage3_prefetch_bucket_size": block,
-        "stage3_max_live_parameters": 2 * block,
+        "reduce_bucket_size": block // 2,
+        "allgather_bucket_size": block // 2,
+        "stage3_prefetch_bucket_size": block // 2,
+        "stage3_max_live_parameters": block + block // 2,
         "stage3_max_reuse_distance": 2 * block,
         "stage3_param_persistence_threshold": min(100_000, block // 1000),
-        "sub_group_size": max(block, size.num_params // 16),
+        "sub_group_size": max(block // 2, size.num_params // 16),
     }
 
 
