@@ -4,6 +4,7 @@ A collective that one rank misses hangs all the others.  So whatever can fail on
 whatever only one rank notices (a signal) is agreed with `any_rank` before anyone acts on it.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -37,11 +38,23 @@ def init() -> None:
     """Join the process group; without a launcher, be a group of one."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    keep_heap_small()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     deepspeed.init_distributed(verbose=False)
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def keep_heap_small(mmap_threshold_bytes: int = 16 << 20) -> None:
+    """Have glibc map large buffers one by one, so that each goes back to the system when it is freed.
+
+    By itself it raises that threshold to 32 MiB and keeps gathered weights of ever other sizes as holes in its heap, which
+    then grows from step to step where weights or optimizer are on the CPU.
+    """
+    libc, m_mmap_threshold = ctypes.CDLL(None), -3
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(m_mmap_threshold, mmap_threshold_bytes)
 
 
 def free_port() -> int:

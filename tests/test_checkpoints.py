@@ -26,6 +26,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2, "lr_scheduler": "linear"},
     "stage 1, bf16": {"stage": 1, "mixed_precision": "bf16"},
     "stage 0": {"stage": 0},
+    "stage 0, bf16": {"stage": 0, "mixed_precision": "bf16"},
+    "stage 0, LoRA": {"stage": 0, **LORA},
     "stage 2, LoRA": {"stage": 2, "offload": True, **LORA},
 }
 
