@@ -39,9 +39,11 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Live
 
 def build_frozen_transformer(config: Config, architecture: models.Architecture, lora_config: LoraConfig) -> Any:
     """The transformer for sampling: sharded over the ranks, or whole where there is only one.  A collective."""
-    if runtime.world_size() == 1:
-        transformer = models.build_transformer(architecture, config.model, lora_config, config.run.seed, None)
-        return transformer.to(models.weight_dtype(config.model)).requires_grad_(False).eval()
-    ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.transformer_on_meta(architecture)))
-    transformer = models.build_transformer(architecture, config.model, lora_config, config.run.seed, ds_config)
-    return engines.inference_engine(transformer, ds_config)
+    ds_config = None
+    with runtime.together("loading the transformer"):
+        if runtime.world_size() > 1:
+            ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.transformer_on_meta(architecture)))
+        transformer = models.build_transformer(architecture, config.model, lora_config, config.run.seed, ds_config)
+    if ds_config:
+        return engines.inference_engine(transformer, ds_config)
+    return transformer.to(models.weight_dtype(config.model)).requires_grad_(False).eval()

@@ -27,6 +27,9 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         raise UserError("--prompt is missing: what shall the images show?")
     if height % 16 or width % 16:
         raise UserError(f"--height {height} and --width {width} must be multiples of 16")
+    for name in ("num_images_per_prompt", "num_inference_steps"):
+        if vars(command)[name] < 1:
+            raise UserError(f"--{name} {vars(command)[name]} must be 1 or more")
     prompts = [prompt for prompt in prompts for _ in range(command.num_images_per_prompt)]
     if command.transformer:
         config = replace(config, model=replace(config.model, transformer_path=command.transformer))
@@ -36,8 +39,9 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         lora_config = lora.config_of_file(Path(command.lora)) if command.lora else LoraConfig()
     transformer = assemble.build_frozen_transformer(config, architecture, lora_config)
     conditioner = assemble.build_conditioner(config, architecture)
-    scheduler = models.build_scheduler(config.model)
-    Path(command.sample_dir).mkdir(parents=True, exist_ok=True)
+    with runtime.together("preparing the samples"):
+        scheduler = models.build_scheduler(config.model)
+        Path(command.sample_dir).mkdir(parents=True, exist_ok=True)
     written = []
     rounds = -(-len(prompts) // runtime.world_size())  # every rank calls the engines this often
     for turn in range(rounds):

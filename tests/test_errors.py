@@ -147,6 +147,22 @@ def test_a_run_is_not_written_over(assets: Assets, tmp_path: Path, run_main: Run
     one_line(run_main("train", *arguments), "holds checkpoints of an earlier run")
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--prompt is missing"),
+        (["--prompt", "a", "--height", "33"], "--height 33 and --width"),
+        (["--prompt", "a", "--num_inference_steps", "0"], "--num_inference_steps 0 must be 1 or more"),
+        (["--prompt", "a", "--lora", "./nowhere"], "LoRA nowhere: no such file"),
+        (["--prompt", "a", "--transformer", "./nowhere"], "--transformer_path nowhere: no such folder"),
+    ],
+)
+def test_bad_sample_flags(assets: Assets, tmp_path: Path, run_main: RunMain, flags: list[str], message: str) -> None:
+    target = tmp_path / "samples"
+    one_line(run_main("sample", "--pretrained_model_name_or_path", assets.model, "--sample_dir", target, *flags), message)
+    assert not target.exists()
+
+
 def test_unknown_command_and_help(run_main: RunMain) -> None:
     done = run_main("trian")
     assert (done.status, "unknown command trian" in done.errors) == (2, True)
