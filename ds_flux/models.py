@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_flux import UserError, lora, runtime
 from ds_flux.config import LoraConfig, ModelConfig
-from ds_flux.families import FAMILIES
+from ds_flux.families.registry import FAMILIES
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
 from ds_flux.flags import check_known
 from ds_flux.randomness import keyed_generator

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
     ["flags"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest"],
-    ["families.spec", "families.flux1", "families"],
+    ["families.spec", "families.flux1", "families.registry"],
     ["data.schedule", "data.sources", "data.images", "zero.ds_config", "zero.weights", "zero.engines", "lora"],
     ["models", "conditioning", "denoiser"],
     ["assemble", "objective", "sampling", "checkpoint", "consolidate"],
@@ -35,7 +35,7 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
-PACKAGE_MARKERS = {"__init__", "data", "zero"}
+PACKAGE_MARKERS = {"__init__", "families", "data", "zero"}
 
 
 def imported_names(path: Path) -> Iterator[str]:
