@@ -11,15 +11,15 @@ from ds_flux import UserError, __version__
 
 def train(argv: list[str]) -> int:
     """train a transformer, or a LoRA of it"""
-    from ds_flux import config
+    from ds_flux import checks, config
 
     settings, command = config.load(argv, "ds-flux train", config.TrainCommand)
-    config.check(settings)
-    from ds_flux import runtime, trainer  # slow to import: only once the flags are known to be right
+    checks.check(settings)
+    from ds_flux import dry_run, runtime, trainer  # slow to import: only once the flags are known to be right
 
     if command.dry_run:
         if runtime.env_rank() == 0:
-            print(trainer.dry_run(settings))
+            print(dry_run.dry_run(settings))
         return 0
     status = trainer.train(settings)
     runtime.shutdown()
@@ -35,7 +35,7 @@ def consolidate(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """make images from prompts"""
-    from ds_flux import config
+    from ds_flux import checks, config
 
     settings, command = config.load(argv, "ds-flux sample", config.SampleCommand)
     from ds_flux import runtime, sampler

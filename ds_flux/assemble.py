@@ -1,24 +1,123 @@
-"""Frozen models in their engines, for whoever trains or samples."""
+"""The parts of a run from its settings: schedules, DeepSpeed configs, frozen models in their engines."""
 
+import math
+from functools import partial
 from typing import Any
 
-from ds_flux import models, runtime
+from diffusers.optimization import get_scheduler
+
+from ds_flux import UserError, models, runtime
 from ds_flux.conditioning import LiveConditioner
 from ds_flux.config import Config, LoraConfig
+from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ReferenceRules
+from ds_flux.data.schedule import Schedule, one_shape
+from ds_flux.data.shapes import Shapes, caption_lengths, reference_sizes, window_of
+from ds_flux.data.sources import Source
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
+
+
+def check_fits_model(config: Config, architecture: models.Architecture) -> None:
+    """No setting is for something that the model does not have.  Raises UserError."""
+    components = {name for spec in architecture.family.text_encoders for name in (spec.component, spec.tokenizer)}
+    for encoder, flag in TEXT_ENCODER_DROPOUTS.items():
+        if encoder not in components and config.flat()[flag] > 0:
+            raise UserError(f"--{flag} has no effect: this model has no {encoder}")
+    for component in ("text_encoder_2", "tokenizer_2"):
+        if component not in components and config.flat()[f"{component}_path"] is not None:
+            raise UserError(f"--{component}_path has no effect: this model has no {component}")
+    if config.flow.guidance_scale is not None and not architecture.has_guidance:
+        raise UserError("--guidance_scale has no effect: this model has no guidance embedding; leave it out")
+
+
+def text_length(config: Config, architecture: models.Architecture) -> int:
+    """The most text tokens the transformer sees."""
+    return config.model.max_sequence_length or architecture.family.text_length(architecture.config)
+
+
+def reference_rules(config: Config, architecture: models.Architecture) -> ReferenceRules:
+    """How large the references of this model are."""
+    grid = models.pixels_per_token(config.model)
+    return ReferenceRules(config.data.reference_max_pixels, grid, architecture.family.pads_single_reference)
+
+
+def look_at_samples(config: Config, architecture: models.Architecture, source: Source) -> Shapes:
+    """The shapes that batches are made by; and tells of captions that are too long.  Reads headers and captions.
+
+    Raises:
+        UserError: a reference that cannot be read.
+    """
+    family, longest = architecture.family, text_length(config, architecture)
+    tokenizers = models.build_tokenizers(family, config.model)
+    count = partial(family.count_tokens, tokenizers)
+    lengths = caption_lengths(source, count, every=family.text_window is not None)
+    too_long = [length for length in lengths if length > longest]
+    if too_long:
+        runtime.log(
+            f"{len(too_long)} of {len(lengths)} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
+            "and are cut there; see --max_sequence_length"
+        )
+    sizes = []
+    if config.data.cond_image_column is not None:
+        sizes = reference_sizes(source, config.data, reference_rules(config, architecture))
+    if family.text_window is None:
+        return Shapes(sizes, [], 0)
+    windows = [window_of(length, family.text_window, longest) for length in lengths]
+    return Shapes(sizes, windows, window_of(count([""])[0], family.text_window, longest))
+
+
+def make_schedule(config: Config, architecture: models.Architecture, num_samples: int, shapes: Shapes) -> Schedule:
+    """The data schedule of this rank."""
+    component = architecture.family.large_encoder.component
+    shape_of = partial(shapes.of, config=config.data, seed=config.run.seed, encoder=component)
+    return Schedule(
+        num_samples=num_samples,
+        seed=config.run.seed,
+        micro_batch_size=config.train.train_batch_size,
+        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
+        world_size=runtime.env_world_size(),
+        rank=runtime.env_rank(),
+        shape_of=shape_of if shapes.references or shapes.windows else one_shape,
+    )
+
+
+def num_steps(config: Config, num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
+    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * num_samples / global_batch_size)
+
+
+def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:
+    """diffusers' schedule, counted in optimizer steps: it does not know the number of processes."""
+    optim = config.optim
+    return lambda optimizer: get_scheduler(
+        optim.lr_scheduler,
+        optimizer,
+        num_warmup_steps=optim.lr_warmup_steps,
+        num_training_steps=last_step,
+        num_cycles=optim.lr_num_cycles,
+        power=optim.lr_power,
+    )
+
+
+def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
+    """The final DeepSpeed config of the training engine."""
+    bf16 = config.model.mixed_precision == "bf16"
+    return zero_config.train_config(
+        config.zero.deepspeed_config, config.optim, config.train, bf16, runtime.env_world_size(), size
+    )
 
 
 def frozen_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
     """The final DeepSpeed config of a frozen engine over a model of this size."""
     bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size)
+    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size, config.model.offload)
 
 
 def build_conditioner(config: Config, architecture: models.Architecture) -> LiveConditioner:
     """Frozen encoders: the large one in an engine of its own, the others whole on every rank.  A collective."""
     family = architecture.family
     encoders: dict[str, Any] = {}
+    whole: list[Any] = []
     for spec in family.text_encoders:
         ds_config = None
         with runtime.together(f"loading {spec.component}"):
@@ -27,13 +126,17 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Live
                 ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.text_encoder_on_meta(spec, folder)))
             encoder = models.build_text_encoder(spec, config.model, ds_config)
         encoders[spec.component] = engines.inference_engine(encoder, ds_config) if ds_config else encoder
+        whole += [] if ds_config else [encoder]
+    with runtime.together("loading the autoencoder"):
+        autoencoder = models.build_autoencoder(family, config.model)
     return LiveConditioner(
         family=family,
         encoders=encoders,
         tokenizers=models.build_tokenizers(family, config.model),
-        autoencoder=models.build_autoencoder(family, config.model),
-        max_sequence_length=config.model.max_sequence_length or architecture.default_sequence_length,
+        autoencoder=autoencoder,
+        max_sequence_length=text_length(config, architecture),
         device=runtime.device(),
+        offloaded=(*whole, autoencoder) if config.model.offload else (),
     )
 
 
@@ -45,5 +148,5 @@ def build_frozen_transformer(config: Config, architecture: models.Architecture, 
             ds_config = frozen_ds_config(config, zero_config.ModelSize.of(models.transformer_on_meta(architecture)))
         transformer = models.build_transformer(architecture, config.model, lora_config, config.run.seed, ds_config)
     if ds_config:
-        return engines.inference_engine(transformer, ds_config)
+        return engines.inference_engine(transformer, ds_config).module  # its layers gather themselves as they run
     return transformer.to(models.weight_dtype(config.model)).requires_grad_(False).eval()

@@ -1,15 +1,16 @@
 """RawBatch -> Batch: what the frozen text encoders and the autoencoder make of a micro batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_flux.data.images import RawBatch
 from ds_flux.families.spec import FluxFamily
-from ds_flux.latents import Batch, patchify, unpatchify
+from ds_flux.latents import Batch, patchify
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,33 @@ class LiveConditioner:
     autoencoder: Any
     max_sequence_length: int
     device: torch.device
+    offloaded: tuple[nn.Module, ...] = ()
+    """modules that are kept in CPU memory between uses"""
 
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
-        """Latents (B, C, H, W) in fp32 and the text features of the prompts."""
-        return Batch(encode_images(self.autoencoder, self.family, raw.pixels.to(self.device)), self.encode_text(raw.prompts))
+        """Latents of images and references in fp32, and the text features of the prompts."""
+        with self.at_hand(self.autoencoder):
+            latents, *references = [
+                encode_images(self.autoencoder, self.family, pixels.to(self.device)) for pixels in (raw.pixels, *raw.references)
+            ]
+        return Batch(latents, self.encode_text(raw.prompts), tuple(references))
 
     @torch.no_grad()
     def encode_text(self, prompts: dict[str, list[str]]) -> dict[str, Tensor]:
         """{transformer argument: features} of one prompt for each sample and text encoder."""
-        return self.family.encode_text(self.encoders, self.tokenizers, prompts, self.max_sequence_length, self.device)
+        with self.at_hand(*self.encoders.values()):
+            return self.family.encode_text(self.encoders, self.tokenizers, prompts, self.max_sequence_length, self.device)
+
+    @contextmanager
+    def at_hand(self, *frozen: Any) -> Iterator[None]:
+        """On the device inside the block, and the offloaded ones in CPU memory outside."""
+        moving = [module for module in self.offloaded if any(module is other for other in frozen)]
+        for module in moving:
+            module.to(self.device)
+        yield
+        for module in moving:
+            module.to("cpu")
 
 
 def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tensor:
@@ -39,10 +57,3 @@ def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tenso
     mean, std = (x.to(pixels.device) for x in family.latent_statistics(autoencoder))
     moments = autoencoder.encode(pixels.to(autoencoder.dtype)).latent_dist
     return (patchify(moments.mode().float()) - mean) / std
-
-
-def decode_latents(autoencoder: Any, family: FluxFamily, latents: Tensor) -> Tensor:
-    """The inverse: latents (B, C, H, W) -> pixels (B, 3, h, w) in [0, 1], fp32."""
-    mean, std = (x.to(latents.device) for x in family.latent_statistics(autoencoder))
-    pixels = autoencoder.decode(unpatchify(latents * std + mean).to(autoencoder.dtype)).sample
-    return (pixels.float() / 2 + 0.5).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Every setting of a training run: sections, flags, YAML, checks, help.
+"""Every setting of a training run: sections, flags, YAML, help.
 
 A section is a frozen dataclass for one consumer, which receives its section and never the whole.  On the command line and
 in YAML the fields are flat and carry the names of diffusers' FLUX scripts.  Order: defaults < --config run.yaml < flags.
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
-from ds_flux import UserError
 from ds_flux.flags import parse
 
 
@@ -59,7 +58,11 @@ class ModelConfig:
     shard_text_encoder: bool = True
     """keep the large text encoder in a ZeRO-3 engine of its own; off: whole on every rank"""
     max_sequence_length: int | None = None
-    """text tokens; default: what the checkpoint was made for (512 with guidance embedding, 256 without)"""
+    """text tokens; default: what the checkpoint was made for"""
+    attention_backend: str | None = None
+    """how attention is computed, by diffusers' names (native, flash, _native_npu, ...); default: diffusers' own choice"""
+    offload: bool = False
+    """keep frozen models in CPU memory between uses"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +75,10 @@ class LoraConfig:
     """scale is lora_alpha / rank; default: the rank"""
     lora_dropout: float = 0.0
     """dropout in front of the adapters"""
-    lora_layers: str | None = None
-    """comma-separated module names to adapt; default: the attention and feed-forward layers diffusers' script adapts"""
+    lora_layers: str | list[str] | None = None
+    """layers to adapt: ends of their names, or patterns such as transformer_blocks.*.attn.*; default: the family's"""
     lora_init_from: str | None = None
-    """start from this LoRA file (pytorch_lora_weights.safetensors or its folder)"""
+    """start from this LoRA file, or its folder; as diffusers, kohya or ComfyUI write it"""
 
     @property
     def alpha(self) -> float:
@@ -93,6 +96,14 @@ class DataConfig:
     """which configuration of the data set"""
     image_column: str = "image"
     """column with the images"""
+    cond_image_column: str | list[str] | None = None
+    """column with the reference image of each row, for editing; several: a,b or a list.  A row may have fewer"""
+    reference_max_pixels: int = 1024 * 1024
+    """a reference with more pixels is scaled down to this many; its shape stays its own"""
+    reference_dropout: float = 0.0
+    """share of samples that are trained without their references"""
+    augment_references: bool = False
+    """crop and flip references exactly as the image; off: they stay whole"""
     caption_column: str | None = None
     """column with the captions; default: --instance_prompt for every image"""
     instance_data_dir: str | None = None
@@ -129,8 +140,8 @@ class FlowConfig:
     """mode: scale"""
     timestep_shift: str = "none"
     """none; resolution (the shift the pipeline samples with at this size); or a number >= 1 that moves sigma towards noise"""
-    guidance_scale: float = 3.5
-    """value of the distilled guidance while training; only for models with a guidance embedding (1.0 is often better)"""
+    guidance_scale: float | None = None
+    """distilled guidance while training, only for models with an embedding for it; default 3.5 (1.0 is often better)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +245,8 @@ class SampleCommand:
 
     prompt: str | list[str] = ""
     """what to show; several as a list: '["a cat", "a dog"]'"""
+    image: str | list[str] | None = None
+    """reference image to edit; several: a,b or a list"""
     num_images_per_prompt: int = 1
     """images of each prompt, each from noise of its own"""
     transformer: str | None = None
@@ -241,13 +254,13 @@ class SampleCommand:
     lora: str | None = None
     """LoRA file, or its folder"""
     height: int | None = None
-    """pixels; default: --resolution"""
+    """pixels; default: --resolution, or with --image the size of the first"""
     width: int | None = None
-    """pixels; default: --resolution"""
+    """pixels; default: the same"""
     num_inference_steps: int = 28
     """steps of the sampler"""
-    sample_guidance_scale: float = 3.5
-    """distilled guidance, for models with a guidance embedding"""
+    sample_guidance_scale: float | None = None
+    """distilled guidance for models with an embedding for it, else classifier-free guidance; default: the pipeline's"""
     sample_dir: str = "samples"
     """folder for the images, one PNG each"""
 
@@ -271,55 +284,3 @@ def load(argv: list[str], prog: str, command: type) -> tuple[Config, Any]:
         return section(**{f.name: namespace[f.name] for f in fields(section)})
 
     return Config(**{name: build(section) for name, section in SECTIONS.items()}), build(command)
-
-
-def check(config: Config) -> None:
-    """Contradictions between settings, which no single type can hold.  Raises UserError."""
-    model, lora, data, flow = config.model, config.lora, config.data, config.flow
-    shares = ("proportion_empty_prompts", "text_encoder_dropout", "text_encoder_2_dropout")
-    positive = ("train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps")
-    optional = ("max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
-    flat = config.flat()
-    rules = [
-        (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
-        (model.transformer_config is not None and not model.from_scratch, "--transformer_config needs --from_scratch"),
-        (
-            model.transformer_path is not None and model.from_scratch,
-            "--transformer_path and --from_scratch contradict each other: give one",
-        ),
-        (
-            (data.dataset_name is None) == (data.instance_data_dir is None),
-            "give either --dataset_name or --instance_data_dir" + (", not both" if data.dataset_name else ""),
-        ),
-        (
-            data.dataset_name is not None and (data.caption_column or data.instance_prompt) is None,
-            "--dataset_name needs --caption_column or --instance_prompt",
-        ),
-        (
-            data.instance_data_dir is not None and data.caption_column is not None,
-            "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt files",
-        ),
-        (data.resolution % 16 != 0 or data.resolution < 16, f"--resolution {data.resolution} is not a multiple of 16"),
-        (
-            lora.rank is None and lora != LoraConfig(),
-            "LoRA flags without --rank have no effect: give --rank, or leave them out",
-        ),
-        (
-            not is_shift(flow.timestep_shift),
-            f"--timestep_shift {flow.timestep_shift}: expected none, resolution or a number > 0",
-        ),
-        *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in shares],
-        *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in positive],
-        *[(flat[name] is not None and flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in optional],
-    ]
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
-
-
-def is_shift(text: str) -> bool:
-    """Whether --timestep_shift has a meaning."""
-    try:
-        return text in ("none", "resolution") or float(text) > 0
-    except ValueError:
-        return False

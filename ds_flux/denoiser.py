@@ -3,6 +3,7 @@
 B batch, C channels of a patchified latent, H W its height and width, L = H * W tokens.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -19,24 +20,31 @@ def predict_velocity(
     noisy: Tensor,
     sigma: Tensor,
     batch: Batch,
-    guidance: Tensor | None,
+    extra: dict[str, Tensor],
 ) -> Tensor:
     """noisy (B, C, H, W) at sigma (B,) -> velocity tokens (B, L, C) of the image being denoised.
 
-    Tokens, ids and timestep as the diffusers pipeline builds them; the transformer itself multiplies the timestep and
-    `guidance` (B,) by 1000.  Reference images are further tokens, cut off the prediction.
+    Tokens, ids and timestep as the diffusers pipeline builds them; the transformer itself multiplies the timestep and what
+    is in `extra` by 1000.  Reference images follow the image in its own sequence, from which they are cut off again, or
+    have arguments of their own.
+
+    Args:
+        extra: {transformer argument: (B,)}, `guidance` and the like, for the models that take them.
     """
-    axes, device = family.num_position_axes, noisy.device
-    images = [(noisy, 0)] + [(ref, (i + 1) * family.reference_t_stride) for i, ref in enumerate(batch.references)]
+    device = noisy.device
+    arguments: dict[str, list[Tensor]] = defaultdict(list)
+    for number, image in enumerate([noisy, *batch.references]):
+        tokens, ids = family.reference_arguments if number else ("hidden_states", "img_ids")
+        arguments[tokens].append(pack(image).to(noisy.dtype))
+        arguments[ids].append(image_ids(*image.shape[-2:], family.positions, number).to(device))
     text_length = batch.text["encoder_hidden_states"].shape[1]
     velocity = transformer(
-        hidden_states=torch.cat([pack(x) for x, _ in images], dim=1),
-        img_ids=torch.cat([image_ids(*x.shape[-2:], axes, t) for x, t in images]).to(device),
-        txt_ids=text_ids(text_length, axes).to(device),
+        txt_ids=text_ids(text_length, family.positions).to(device),
         timestep=sigma,
-        guidance=guidance,
         return_dict=False,
+        **{name: torch.cat(parts, dim=-2) for name, parts in arguments.items()},
         **batch.text,
+        **extra,
     )[0]
     return velocity[:, : noisy.shape[-2] * noisy.shape[-1]]
 
@@ -47,7 +55,7 @@ def denoising_loss(
     batch: Batch,
     sigma: Tensor,
     noise: Tensor,
-    guidance: Tensor | None,
+    extra: dict[str, Tensor],
 ) -> Tensor:
     """Flow-matching loss of each sample, (B,), unweighted.  Whoever calls picks sigma (B,) and noise (B, C, H, W).
 
@@ -55,5 +63,5 @@ def denoising_loss(
     """
     dtype = batch.text["encoder_hidden_states"].dtype
     noisy = flow.interpolate(batch.latents, noise, sigma).to(dtype)
-    velocity = predict_velocity(transformer, family, noisy, sigma, batch, guidance)
+    velocity = predict_velocity(transformer, family, noisy, sigma, batch, extra)
     return flow.flow_matching_loss(velocity, pack(flow.velocity_target(batch.latents, noise)))

@@ -78,3 +78,9 @@ def check_known(names: Iterable[str], known: Iterable[str], what: str, prefix: s
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
             hint = f"; the nearest known one is {prefix}{near[0]}" if near else ""
             raise UserError(f"unknown {what}: {prefix}{name}{hint}")
+
+
+def names_of(value: str | list[str] | None) -> list[str]:
+    """ "a, b" or ["a", "b"] -> ["a", "b"]."""
+    parts = value.split(",") if isinstance(value, str) else value or []
+    return [part.strip() for part in parts]

@@ -50,8 +50,3 @@ def velocity_target(latents: Tensor, noise: Tensor) -> Tensor:
 def flow_matching_loss(velocity: Tensor, target: Tensor) -> Tensor:
     """Mean squared error of each sample in fp32, (B,)."""
     return (velocity.float() - target.float()).square().flatten(1).mean(dim=1)
-
-
-def euler_step(latents: Tensor, velocity: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """One step of the sampling ODE from sigma to next_sigma."""
-    return latents + (next_sigma - sigma) * velocity

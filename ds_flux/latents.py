@@ -9,6 +9,20 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """How a family numbers its tokens for the rotary embedding."""
+
+    num_axes: int
+    """3: (t, h, w); 4: (t, h, w, l), where l counts text tokens"""
+    scale: float = 1.0
+    """of the h and w coordinates"""
+    reference_axis: int = 0
+    """the axis that tells reference images apart: t or l"""
+    reference_stride: int
+    """the i-th reference image sits at (i + 1) * stride on that axis; the image being denoised at 0"""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What a step needs, whichever way it was made."""
@@ -24,34 +38,23 @@ def patchify(latents: Tensor) -> Tensor:
     return latents.view(b, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(b, 4 * c, h // 2, w // 2)
 
 
-def unpatchify(latents: Tensor) -> Tensor:
-    """(B, 4c, H, W) -> (B, c, 2H, 2W), the inverse of `patchify`."""
-    b, c, h, w = latents.shape
-    return latents.view(b, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3).reshape(b, c // 4, 2 * h, 2 * w)
-
-
 def pack(latents: Tensor) -> Tensor:
     """(B, C, H, W) -> tokens (B, L, C)."""
     return latents.flatten(2).transpose(1, 2)
 
 
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Tokens (B, L, C) -> (B, C, H, W), the inverse of `pack`."""
-    return tokens.transpose(1, 2).unflatten(2, (height, width))
-
-
-def image_ids(height: int, width: int, num_axes: int, t: int = 0) -> Tensor:
-    """(L, P) ids (t, h, w, ...) of one image; t = 0 is the image being denoised."""
-    ids = torch.zeros(height, width, num_axes)
-    ids[..., 0] = t
-    ids[..., 1] = torch.arange(height)[:, None]
-    ids[..., 2] = torch.arange(width)[None, :]
+def image_ids(height: int, width: int, positions: Positions, number: int = 0) -> Tensor:
+    """(L, P) ids of one image: number 0 is the image being denoised, 1, 2, ... are its references."""
+    ids = torch.zeros(height, width, positions.num_axes)
+    ids[..., positions.reference_axis] = number * positions.reference_stride
+    ids[..., 1] = torch.arange(height)[:, None] * positions.scale
+    ids[..., 2] = torch.arange(width)[None, :] * positions.scale
     return ids.flatten(0, 1)
 
 
-def text_ids(length: int, num_axes: int) -> Tensor:
+def text_ids(length: int, positions: Positions) -> Tensor:
     """(L, P): zeros with three axes; the fourth axis counts text tokens."""
-    ids = torch.zeros(length, num_axes)
-    if num_axes == 4:
+    ids = torch.zeros(length, positions.num_axes)
+    if positions.num_axes == 4:
         ids[:, 3] = torch.arange(length)
     return ids

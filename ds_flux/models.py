@@ -1,6 +1,7 @@
 """The models of a run, from a diffusers-layout folder or hub id: transformer, text encoders, autoencoder, scheduler."""
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import Tensor, nn
+from transformers import AutoConfig
 
-from ds_flux import UserError, lora, runtime
+from ds_flux import UserError, attention, lora, runtime
 from ds_flux.config import LoraConfig, ModelConfig
-from ds_flux.families.registry import FAMILIES
+from ds_flux.families.registry import FAMILIES, FLAVOURS, families_of
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
 from ds_flux.flags import check_known
 from ds_flux.randomness import keyed_generator
@@ -33,13 +35,13 @@ class Architecture:
 
     @property
     def has_guidance(self) -> bool:
-        """Whether the transformer takes the distilled guidance value (dev does, schnell does not)."""
+        """Whether the transformer takes the distilled guidance value."""
         return bool(self.config.get("guidance_embeds"))
 
     @property
-    def default_sequence_length(self) -> int:
-        """Text tokens the checkpoint was made for: 512 with guidance embedding (dev), 256 without (schnell)."""
-        return 512 if self.has_guidance else 256
+    def is_flow_map(self) -> bool:
+        """Whether it is step-distilled to a map between any two timesteps."""
+        return bool(self.config.get("flow_map"))
 
 
 def component_folder(config: ModelConfig, component: str) -> Path:
@@ -62,6 +64,14 @@ def component_folder(config: ModelConfig, component: str) -> Path:
     return download(str(root), component, config) / component
 
 
+def components(family: FluxFamily) -> list[str]:
+    """The subfolders a run needs beside the transformer."""
+    return [part for spec in family.text_encoders for part in (spec.component, spec.tokenizer)] + [
+        "vae",
+        *(["scheduler"] if family.scheduler_config is None else []),
+    ]
+
+
 def has_files(folder: Path) -> bool:
     """Whether a folder is a component itself and not a folder of components."""
     return any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json", "scheduler_config.json"))
@@ -79,22 +89,65 @@ def download(repo_id: str, component: str, config: ModelConfig) -> Path:
 
 
 def find_architecture(config: ModelConfig) -> Architecture:
-    """Family and transformer config, from the model folder or, with --from_scratch, perhaps from a flavour or file."""
-    flavours = {name: family for family in FAMILIES.values() for name in family.flavours}
-    if config.from_scratch and config.transformer_config in flavours:
-        family = flavours[config.transformer_config]
-        return Architecture(family, family.flavours[config.transformer_config], None)
-    if config.from_scratch and config.transformer_config is not None:
-        path = Path(config.transformer_config)
-        if not path.is_file():
-            check_known([config.transformer_config], flavours, "--transformer_config (no such file, nor a flavour)")
+    """Family and transformer config, from the model folder or, with --from_scratch, perhaps from a flavour or file.
+
+    Raises:
+        UserError: a class that no family has, or a transformer that does not fit its text encoders.
+    """
+    if config.from_scratch and config.transformer_config in FLAVOURS:
+        family, folder = FLAVOURS[config.transformer_config], None
+        stored = family.flavours[config.transformer_config]
     else:
-        path = component_folder(config, "transformer") / "config.json"
-    stored = json.loads(path.read_text())
-    name = stored.get("_class_name", "")
-    check_known([name], FAMILIES, f"transformer class in {path}")
-    known = {key: value for key, value in stored.items() if not key.startswith("_")}
-    return Architecture(FAMILIES[name], known, None if config.from_scratch else path.parent)
+        path = transformer_config_path(config)
+        stored = read_config(path)
+        family = find_family(config, str(stored.get("_class_name")), path)
+        folder = None if config.from_scratch else path.parent
+    parameters = inspect.signature(family.transformer_class.__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    complete = {**defaults, **{key: value for key, value in stored.items() if not key.startswith("_")}}
+    check_widths(config, family, complete)
+    return Architecture(family, complete, folder)
+
+
+def transformer_config_path(config: ModelConfig) -> Path:
+    """The transformer's config.json."""
+    if not config.from_scratch or config.transformer_config is None:
+        return component_folder(config, "transformer") / "config.json"
+    path = Path(config.transformer_config)
+    if not path.is_file():
+        check_known([config.transformer_config], FLAVOURS, "--transformer_config (no such file, nor a flavour)")
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json; UserError where there is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def find_family(config: ModelConfig, transformer_class: str, path: Path) -> FluxFamily:
+    """The family of a transformer class and the large text encoder beside it."""
+    check_known([transformer_class], [f.transformer_class.__name__ for f in FAMILIES], f"transformer class in {path}")
+    families = families_of(transformer_class)
+    component = next(iter(families.values())).large_encoder.component
+    encoder_path = component_folder(config, component) / "config.json"
+    (name,) = read_config(encoder_path).get("architectures") or ["none"]
+    check_known([name], families, f"text encoder for a {transformer_class}, in {encoder_path}")
+    return families[name]
+
+
+def check_widths(config: ModelConfig, family: FluxFamily, transformer_config: dict[str, Any]) -> None:
+    """The features of every text encoder have the width that the transformer takes."""
+    for spec in family.text_encoders:
+        text_config = read_text_config(component_folder(config, spec.component))
+        width, wanted = text_config.hidden_size * max(1, len(spec.layers)), transformer_config[spec.width_key]
+        if width != wanted:
+            raise UserError(
+                f"the transformer does not fit its {spec.component}: it takes features of width {wanted} "
+                f"({spec.width_key}), the encoder gives {width}"
+            )
 
 
 def transformer_on_meta(architecture: Architecture) -> Any:
@@ -123,7 +176,9 @@ def build_transformer(
     transformer.requires_grad_(not is_lora)  # before the weights: a partition remembers it
     fill_module(transformer, transformer_weights(architecture, config, seed), weight_dtype(config), ds_config)
     if is_lora:
-        lora.inject(transformer, lora_config, architecture.family.lora_layers, seed)
+        lora.inject(transformer, lora_config, architecture.family, seed)
+    if config.attention_backend is not None:
+        attention.choose(transformer, config.attention_backend, runtime.device(), weight_dtype(config))
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     return transformer.train()
@@ -140,7 +195,8 @@ def initial_weight(name: str, tensor: Tensor, seed: int) -> None:
     adaLN-Zero (Peebles and Xie 2023, section 3.2): modulation and output start at zero, so every block starts as the
     identity; other matrices Xavier uniform, biases zero, norm weights one.
     """
-    is_zero = name.endswith(".bias") or (".linear." in name and "norm" in name) or name.startswith("proj_out.")
+    is_modulation = ".linear." in name and ("norm" in name or "modulation" in name)
+    is_zero = name.endswith(".bias") or is_modulation or name.startswith("proj_out.")
     if is_zero:
         tensor.zero_()
     elif tensor.ndim == 1:
@@ -149,11 +205,26 @@ def initial_weight(name: str, tensor: Tensor, seed: int) -> None:
         nn.init.xavier_uniform_(tensor, generator=keyed_generator("weight", seed, name))
 
 
+def read_text_config(folder: Path) -> Any:
+    """The config of a text encoder, of a model of several kinds of input the part for text."""
+    try:
+        return AutoConfig.from_pretrained(folder).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: {' '.join(str(error).split())}") from None
+
+
 def text_encoder_on_meta(spec: TextEncoderSpec, folder: Path) -> Any:
-    """A text encoder without memory for its weights."""
-    config = spec.model_class.config_class.from_pretrained(folder)
+    """A text encoder without memory for its weights; of a language model only what the features need."""
+    config = read_text_config(folder)
+    if spec.layers:
+        if config.num_hidden_layers < spec.layers[-1]:
+            raise UserError(f"{folder} has {config.num_hidden_layers} layers; features come from up to {spec.layers[-1]}")
+        config.num_hidden_layers = spec.layers[-1]
     with torch.device("meta"):
         encoder = spec.model_class(config)
+    if spec.layers:
+        encoder.norm = nn.Identity()  # the last state is asked for as the layer leaves it
+        encoder.rotary_emb = type(encoder.rotary_emb)(config)  # computed, not stored
     encoder.tie_weights()
     return encoder
 
@@ -162,13 +233,19 @@ def build_text_encoder(spec: TextEncoderSpec, config: ModelConfig, ds_config: di
     """A frozen text encoder: partitioned by `ds_config`, or whole."""
     folder = component_folder(config, spec.component)
     if not spec.is_large:
-        encoder = spec.model_class.from_pretrained(folder, variant=config.variant, dtype=weight_dtype(config)).to(
-            runtime.device()
+        encoder = spec.model_class.from_pretrained(folder, variant=config.variant, dtype=weight_dtype(config))
+        return encoder.to(runtime.device()).requires_grad_(False).eval()
+    encoder = text_encoder_on_meta(spec, folder).requires_grad_(False)
+    stored = SafetensorsFolder(folder, TRANSFORMERS_FILE, config.variant)
+    weights = stored.part([name for name, _ in encoder.named_parameters()]) if spec.layers else stored
+    left_out = stored.num_bytes - weights.num_bytes
+    if left_out:
+        runtime.log(
+            f"{spec.component}: {weights.num_bytes / 2**30:.3g} GiB of {stored.num_bytes / 2**30:.3g} are loaded "
+            f"({len(encoder.layers)} layers); {left_out / 2**30:.3g} GiB that prompts never touch are left out"
         )
-    else:
-        encoder = text_encoder_on_meta(spec, folder).requires_grad_(False)
-        fill_module(encoder, SafetensorsFolder(folder, TRANSFORMERS_FILE, config.variant), weight_dtype(config), ds_config)
-    return encoder.requires_grad_(False).eval()
+    fill_module(encoder, weights, weight_dtype(config), ds_config)
+    return encoder.to(runtime.device()).eval() if ds_config is None else encoder.eval()
 
 
 def build_tokenizers(family: FluxFamily, config: ModelConfig) -> dict[str, Any]:
@@ -186,13 +263,23 @@ def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:
     return autoencoder.to(runtime.device()).requires_grad_(False).eval()
 
 
-def pixels_per_token(autoencoder: Any) -> int:
-    """Side of the square of pixels that one token stands for: 16 for the released autoencoder."""
-    return 2 * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+def pixels_per_token(config: ModelConfig) -> int:
+    """Side of the square of pixels that one token stands for: 16 for the released autoencoders."""
+    channels = read_config(component_folder(config, "vae") / "config.json")["block_out_channels"]
+    return 2 * 2 ** (len(channels) - 1)
 
 
-def build_scheduler(config: ModelConfig) -> FlowMatchEulerDiscreteScheduler:
-    """The model's sampling schedule."""
+def is_distilled(architecture: Architecture, config: ModelConfig) -> bool:
+    """Whether the model is made to be sampled in few steps without classifier-free guidance."""
+    index = Path(str(config.pretrained_model_name_or_path)).expanduser() / "model_index.json"
+    return architecture.is_flow_map or (index.is_file() and bool(read_config(index).get("is_distilled")))
+
+
+def build_scheduler(family: FluxFamily, config: ModelConfig) -> FlowMatchEulerDiscreteScheduler:
+    """The model's sampling schedule: the folder's own, or what its pipeline makes where a folder has none."""
+    root = Path(str(config.pretrained_model_name_or_path)).expanduser()
+    if family.scheduler_config is not None and config.scheduler_path is None and not (root / "scheduler").is_dir():
+        return FlowMatchEulerDiscreteScheduler(**family.scheduler_config)
     return FlowMatchEulerDiscreteScheduler.from_pretrained(component_folder(config, "scheduler"))
 
 

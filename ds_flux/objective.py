@@ -24,7 +24,10 @@ class Objective:
     seed: int
     mu: float
     """log-SNR shift of the training sigmas"""
-    has_guidance: bool
+    guidance_scale: float | None
+    """distilled guidance; None: the transformer has no embedding for it"""
+    is_flow_map: bool
+    """whether the transformer also takes the timestep that a sampling step jumps to"""
 
     def draw(self, keys: list[SampleKey], latents: Tensor) -> tuple[Tensor, Tensor]:
         """sigma (B,) and noise like `latents`, each sample's from its own generators."""
@@ -34,14 +37,17 @@ class Objective:
         noise = torch.stack([torch.randn(shape, generator=sample_generator(self.seed, *key, "noise")) for key in keys])
         return sigma.to(latents.device), noise.to(latents.device)
 
-    def guidance(self, batch_size: int, device: torch.device) -> Tensor | None:
-        """The distilled guidance value for each sample, or None for a model without the embedding."""
-        return torch.full((batch_size,), self.flow.guidance_scale, device=device) if self.has_guidance else None
+    def extra(self, sigma: Tensor) -> dict[str, Tensor]:
+        """What the transformer takes beside sigma (B,), by its argument names.
+
+        A flow map is asked for the velocity at sigma itself (a jump of length zero), which is what flow matching regresses.
+        """
+        guidance = {} if self.guidance_scale is None else {"guidance": torch.full_like(sigma, self.guidance_scale)}
+        return guidance | ({"target_timestep": sigma} if self.is_flow_map else {})
 
     def loss(self, engine: Any, batch: Batch, keys: list[SampleKey]) -> tuple[Tensor, Tensor]:
         """Weighted loss of each sample (B,), and its sigma (B,)."""
         sigma, noise = self.draw(keys, batch.latents)
-        guidance = self.guidance(len(keys), batch.latents.device)
         torch.manual_seed(key_seed("module", self.seed, *keys[0]))  # for dropout of adapters, which has no generator
-        loss = denoising_loss(engine, self.family, batch, sigma, noise, guidance)
+        loss = denoising_loss(engine, self.family, batch, sigma, noise, self.extra(sigma))
         return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.optimization import get_scheduler
 
 from ds_flux import UserError, assemble, checkpoint, lora, models, runtime
 from ds_flux.conditioning import LiveConditioner
 from ds_flux.config import Config
-from ds_flux.data.images import RawBatch, load_batches
+from ds_flux.data.images import RawBatch, ReferenceRules, load_batches
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import Source, open_source
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.objective import Objective
-from ds_flux.sampling import schedule_mu
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.weights import num_elements
@@ -37,71 +35,36 @@ class Run:
     conditioner: LiveConditioner
     objective: Objective
     source: Source
+    rules: ReferenceRules
     schedule: Schedule
     manifest: Manifest  # of step 0
     first_step: int
     last_step: int
 
 
-def num_steps(config: Config, num_samples: int, global_batch_size: int) -> int:
-    """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
-    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * num_samples / global_batch_size)
-
-
-def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:
-    """diffusers' schedule, counted in optimizer steps: it does not know the number of processes."""
-    optim = config.optim
-    return lambda optimizer: get_scheduler(
-        optim.lr_scheduler,
-        optimizer,
-        num_warmup_steps=optim.lr_warmup_steps,
-        num_training_steps=last_step,
-        num_cycles=optim.lr_num_cycles,
-        power=optim.lr_power,
-    )
-
-
-def make_schedule(config: Config, num_samples: int) -> Schedule:
-    """The data schedule of this rank."""
-    return Schedule(
-        num_samples=num_samples,
-        seed=config.run.seed,
-        micro_batch_size=config.train.train_batch_size,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        world_size=runtime.env_world_size(),
-        rank=runtime.env_rank(),
-    )
-
-
-def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
-    """The final DeepSpeed config of the training engine."""
-    bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.train_config(
-        config.zero.deepspeed_config, config.optim, config.train, bf16, runtime.env_world_size(), size
-    )
-
-
 def setup(config: Config) -> Run:
     """Build everything; nothing is written before this has succeeded.  A collective."""
     with runtime.together("looking for the model"):
         architecture = models.find_architecture(config.model)
+        assemble.check_fits_model(config, architecture)
         on_meta = models.transformer_on_meta(architecture)
-        ds_config = transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
+        ds_config = assemble.transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
         if config.lora.rank is not None:
-            lora.check_layers(on_meta, lora.adapted_layers(config.lora, architecture.family.lora_layers))
-        folders = [part for spec in architecture.family.text_encoders for part in (spec.component, spec.tokenizer)]
-        for component in [*folders, "vae", "scheduler"]:
+            lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
+        for component in models.components(architecture.family):
             models.component_folder(config.model, component)
+        rules = assemble.reference_rules(config, architecture)
     source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
-    schedule = make_schedule(config, len(source))
-    last_step = num_steps(config, len(source), schedule.global_batch_size)
+    shapes = runtime.on_main(lambda: assemble.look_at_samples(config, architecture, source), "looking at the samples")
+    schedule = assemble.make_schedule(config, architecture, len(source), shapes)
+    last_step = assemble.num_steps(config, len(source), schedule.global_batch_size)
     manifest = describe(config, architecture, ds_config, schedule)
     resume_folder = find_resume(config, manifest)
 
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
-    engine = engines.train_engine(transformer, ds_config, lr_schedule(config, last_step))
+    engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
     conditioner = assemble.build_conditioner(config, architecture)
@@ -109,8 +72,9 @@ def setup(config: Config) -> Run:
         config=config,
         engine=engine,
         conditioner=conditioner,
-        objective=make_objective(config, architecture, conditioner),
+        objective=make_objective(config, architecture),
         source=source,
+        rules=rules,
         schedule=schedule,
         manifest=manifest,
         first_step=engine.global_steps,
@@ -118,22 +82,38 @@ def setup(config: Config) -> Run:
     )
 
 
-def make_objective(config: Config, architecture: models.Architecture, conditioner: LiveConditioner) -> Objective:
+def make_objective(config: Config, architecture: models.Architecture) -> Objective:
     """The objective with --timestep_shift turned into a log-SNR shift for this resolution."""
     shift = config.flow.timestep_shift
-    num_image_tokens = (config.data.resolution // models.pixels_per_token(conditioner.autoencoder)) ** 2
+    num_image_tokens = (config.data.resolution // models.pixels_per_token(config.model)) ** 2
     if shift == "resolution":
-        mu = schedule_mu(models.build_scheduler(config.model), architecture.family, num_image_tokens, 50)
+        scheduler = models.build_scheduler(architecture.family, config.model).config
+        by_size = scheduler.use_dynamic_shifting
+        mu = architecture.family.sampling_mu(num_image_tokens, 50) if by_size else math.log(scheduler.shift)
     else:
         mu = 0.0 if shift == "none" else math.log(float(shift))
-    return Objective(architecture.family, config.flow, config.run.seed, mu, architecture.has_guidance)
+    return Objective(
+        family=architecture.family,
+        flow=config.flow,
+        seed=config.run.seed,
+        mu=mu,
+        guidance_scale=guidance_scale(config, architecture),
+        is_flow_map=architecture.is_flow_map,
+    )
+
+
+def guidance_scale(config: Config, architecture: models.Architecture) -> float | None:
+    """The distilled guidance to train at, for a model that takes one."""
+    if not architecture.has_guidance:
+        return None
+    return 3.5 if config.flow.guidance_scale is None else config.flow.guidance_scale
 
 
 def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule) -> Manifest:
     """The manifest of this run at step 0."""
     adapter = None
     if config.lora.rank is not None:
-        layers = lora.adapted_layers(config.lora, architecture.family.lora_layers)
+        layers = lora.adapted_layers(config.lora, architecture.family)
         adapter = {"rank": config.lora.rank, "alpha": config.lora.alpha, "layers": layers}
     return Manifest(
         step=0,
@@ -225,7 +205,7 @@ def train(config: Config) -> int:
 def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
     """Step after step, to the last one or to a signal, whose number it returns."""
     micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches = load_batches(run.source, run.config.data, run.config.run.seed, micro_batches)
+    batches = load_batches(run.source, run.config.data, run.config.run.seed, run.rules, micro_batches)
     for step in range(run.first_step + 1, run.last_step + 1):
         signal_number = stop.agreed()
         if signal_number:
@@ -273,31 +253,3 @@ def announce(run: Run, setup_s: float) -> None:
         f"{schedule.world_size} processes; {schedule.num_samples} images, {schedule.global_batch_size} per step; "
         f"steps {run.first_step + 1} to {run.last_step}; set up in {setup_s:.0f} s"
     )
-
-
-def dry_run(config: Config) -> str:
-    """What `train` would do: settings, DeepSpeed configs, and what trains.  Reads no weights, needs no process group."""
-    architecture = models.find_architecture(config.model)
-    transformer = models.transformer_on_meta(architecture)
-    size = zero_config.ModelSize.of(transformer)
-    source = open_source(config.data)
-    schedule = make_schedule(config, len(source))
-    sections = {"settings": config.to_yaml()}
-    sections["DeepSpeed, transformer"] = json.dumps(transformer_ds_config(config, size), indent=2)
-    for spec in architecture.family.text_encoders:
-        if spec.is_large and config.model.shard_text_encoder:
-            encoder = models.text_encoder_on_meta(spec, models.component_folder(config.model, spec.component))
-            sections[f"DeepSpeed, {spec.component}"] = json.dumps(
-                assemble.frozen_ds_config(config, zero_config.ModelSize.of(encoder)), indent=2
-            )
-    if config.lora.rank is not None:
-        lora.inject(transformer, config.lora, architecture.family.lora_layers, config.run.seed)
-    trainable = [(name, tuple(p.shape)) for name, p in transformer.named_parameters() if p.requires_grad]
-    total = sum(math.prod(shape) for _, shape in trainable)
-    sections["what trains"] = (
-        f"{total:,} parameters in {len(trainable)} tensors of {architecture.family.transformer_class.__name__} "
-        f"({size.num_params:,} parameters), {trainable[0][0]} ... {trainable[-1][0]}\n"
-        f"{num_steps(config, len(source), schedule.global_batch_size)} optimizer steps of {schedule.global_batch_size} "
-        f"images on {schedule.world_size} processes; {len(source)} images"
-    )
-    return "\n".join(f"=== {title}\n{text.rstrip()}\n" for title, text in sections.items())

@@ -53,7 +53,7 @@ def metrics(output_dir: Path) -> list[dict[str, float]]:
 def main(path: str) -> None:
     """One rank of `run_jobs`."""
     faulthandler.dump_traceback_later(200, exit=True)
-    from ds_flux import config, runtime, trainer
+    from ds_flux import checks, config, runtime, trainer
 
     runtime.init()
     for job in json.loads(Path(path).read_text()):
@@ -62,7 +62,7 @@ def main(path: str) -> None:
             getattr(importlib.import_module(module), function)(*job["args"])
             continue
         settings, _ = config.load(job, "ds-flux train", config.TrainCommand)
-        config.check(settings)
+        checks.check(settings)
         assert trainer.train(settings) == 0
     runtime.shutdown()
 

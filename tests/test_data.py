@@ -10,9 +10,12 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import RawBatch, SampleDataset, load_batches, prepare_pixels, prepare_prompts
+from ds_flux.data.images import RawBatch, ReferenceRules, SampleDataset, fit, load_batches, prepare_pixels, prepare_prompts
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import open_source
+
+
+RULES = ReferenceRules(max_pixels=1024 * 1024, grid=16, pads_single=False)
 
 
 def schedule(**changes: int) -> Schedule:
@@ -72,7 +75,7 @@ def test_folder_with_captions(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text(" red \n")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="plain")
     source = open_source(config)
-    assert [source[i][1] for i in range(2)] == ["plain", "red"]
+    assert [source[i].caption for i in range(2)] == ["plain", "red"]
     with pytest.raises(UserError, match="1 of 2 images .*a.jpg.*--instance_prompt"):
         open_source(DataConfig(instance_data_dir=str(tmp_path)))
 
@@ -81,8 +84,7 @@ def test_dataset_from_a_folder_of_images(tmp_path: Path) -> None:
     picture(tmp_path / "0.png", (255, 0, 0))
     (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,red\n")
     source = open_source(DataConfig(dataset_name=str(tmp_path), caption_column="text"))
-    image, caption = source[0]
-    assert (image.size, caption, len(source)) == ((40, 60), "red", 1)
+    assert (source[0].image.size, source[0].caption, len(source)) == ((40, 60), "red", 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_bad_image_is_named_not_skipped(tmp_path: Path, num_workers: int) -> N
     picture(tmp_path / "a.png", (255, 0, 0))
     (tmp_path / "b.png").write_bytes(b"no image")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="p", resolution=16, dataloader_num_workers=num_workers)
-    good, bad = load_batches(open_source(config), config, 0, [[(0, 0)], [(0, 1), (1, 0)]])
+    good, bad = load_batches(open_source(config), config, 0, RULES, [[(0, 0)], [(0, 1), (1, 0)]])
     assert isinstance(good, RawBatch) and good.keys == [(0, 0)]
     assert isinstance(bad, UserError) and "b.png cannot be read" in str(bad)
-    assert isinstance(SampleDataset(open_source(config), config, 0)[(1, 0)], UserError)
+    assert isinstance(SampleDataset(open_source(config), config, 0, RULES)[(1, 0)], UserError)

@@ -10,19 +10,41 @@ import pytest
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
     ["flags"],
-    ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest"],
-    ["families.spec", "families.flux1", "families.registry"],
-    ["data.schedule", "data.sources", "data.images", "zero.ds_config", "zero.weights", "zero.engines", "lora"],
-    ["models", "conditioning", "denoiser"],
-    ["assemble", "objective", "sampling", "checkpoint", "consolidate"],
-    ["trainer", "sampler", "demo"],
+    ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
+    [
+        "families.spelling",
+        "families.spec",
+        "families.decoder",
+        "families.flux1",
+        "families.flux2",
+        "families.flux3",
+        "families.registry",
+        "families.tiny",
+        "checks",
+    ],
+    [
+        "data.schedule",
+        "data.sources",
+        "data.images",
+        "data.shapes",
+        "attention",
+        "zero.ds_config",
+        "zero.weights",
+        "zero.engines",
+        "zero.files",
+        "lora",
+    ],
+    ["models", "conditioning", "denoiser", "export", "merge"],
+    ["assemble", "objective", "checkpoint", "consolidate"],
+    ["trainer", "dry_run", "sampler", "demo"],
     ["__main__"],
 ]
+FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny")}
 WALLS = {  # third-party package -> the only modules that may import it
     "deepspeed": {"runtime", "zero.ds_config", "zero.weights", "zero.engines", "checkpoint"},
-    # flow: the weighting schemes; trainer: the learning-rate schedules; demo: makes the small model, judges with the pipeline
-    "diffusers": {"families.flux1", "models", "flow", "trainer", "demo"},
-    "transformers": {"families.flux1", "models", "demo"},
+    # flow: the weighting schemes; assemble: the learning-rate schedules; demo: judges with the pipeline
+    "diffusers": {*FAMILY_MODULES, "models", "attention", "flow", "assemble", "demo"},
+    "transformers": {*FAMILY_MODULES, "models", "demo"},
     "peft": {"lora"},
     "sklearn": {"demo"},
 }

@@ -8,6 +8,7 @@ import torch
 
 def fixed_inputs(dtype: torch.dtype = torch.float32, batch_size: int = 2) -> dict[str, torch.Tensor]:
     """Arguments of the small transformer, the same everywhere."""
+    from ds_flux.families.flux1 import FLUX1
     from ds_flux.latents import image_ids, text_ids
 
     generator = torch.Generator().manual_seed(5)
@@ -17,8 +18,8 @@ def fixed_inputs(dtype: torch.dtype = torch.float32, batch_size: int = 2) -> dic
         "pooled_projections": torch.randn(batch_size, 32, generator=generator).to(dtype),
         "timestep": torch.tensor([0.3, 0.8])[:batch_size],
         "guidance": torch.full((batch_size,), 3.5),
-        "img_ids": image_ids(4, 4, 3),
-        "txt_ids": text_ids(8, 3),
+        "img_ids": image_ids(4, 4, FLUX1.positions),
+        "txt_ids": text_ids(8, FLUX1.positions),
     }
 
 

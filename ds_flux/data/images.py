@@ -1,5 +1,6 @@
 """A row of a source -> pixels and prompts, all of it decided by the sample's identity; micro batches of them."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from ds_flux.data.sources import Source
 from ds_flux.randomness import sample_generator
 
 TEXT_ENCODER_DROPOUTS = {"text_encoder": "text_encoder_dropout", "text_encoder_2": "text_encoder_2_dropout"}
+MIN_PADDED_SIDE, ORIENTATION = 64, 0x0112
+
+Size = tuple[int, int]  # width, height
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class RawBatch:
     pixels: Tensor  # (B, 3, height, width) in [-1, 1]
     prompts: dict[str, list[str]]  # {text encoder: B prompts}
     keys: list[SampleKey]
+    references: tuple[Tensor, ...] = ()  # each (B, 3, h, w) in [-1, 1]
 
 
 @dataclass(frozen=True)
@@ -34,20 +39,52 @@ class Sample:
     pixels: Tensor  # (3, height, width) in [-1, 1]
     prompts: dict[str, str]
     key: SampleKey
+    references: tuple[Tensor, ...]  # each (3, h, w)
+
+
+@dataclass(frozen=True)
+class ReferenceRules:
+    """The size of a reference: its own, made smaller if it is too large, in whole tokens."""
+
+    max_pixels: int
+    grid: int
+    """side of the square of pixels that one token stands for"""
+    pads_single: bool
+    """pad a reference that is the only one of its row, as its pipeline does, instead of cropping it"""
+
+    def scaled(self, size: Size) -> Size:
+        """The size at most `max_pixels` large, and at least one token."""
+        scale = min(1.0, math.sqrt(self.max_pixels / (size[0] * size[1])))
+        scale = max(scale, self.grid / min(size))
+        return (max(self.grid, int(size[0] * scale + 1e-6)), max(self.grid, int(size[1] * scale + 1e-6)))
+
+    def final(self, size: Size, is_single: bool) -> Size:
+        """The size in pixels that the autoencoder sees."""
+        width, height = self.scaled(size)
+        if self.pads_single and is_single:
+            return self.padded(width), self.padded(height)
+        return width // self.grid * self.grid, height // self.grid * self.grid
+
+    def padded(self, side: int) -> int:
+        """A side rounded up to whole tokens, as diffusers' `Flux3ImageProcessor._get_canvas_height_width` does."""
+        return max(MIN_PADDED_SIDE, math.ceil(side / self.grid) * self.grid)
 
 
 class SampleDataset(Dataset):
     """{sample key: prepared sample}."""
 
-    def __init__(self, source: Source, config: DataConfig, seed: int):
-        self.source, self.config, self.seed = source, config, seed
+    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ReferenceRules):
+        self.source, self.config, self.seed, self.rules = source, config, seed, rules
 
     def __getitem__(self, key: SampleKey) -> Sample | UserError:
         """A bad row comes back as a value: an exception would lose its kind on the way out of a worker process."""
         try:
-            image, caption = self.source[key[0]]
+            row = self.source[key[0]]
             return Sample(
-                prepare_pixels(image, self.config, self.seed, key), prepare_prompts(caption, self.config, self.seed, key), key
+                prepare_pixels(row.image, self.config, self.seed, key),
+                prepare_prompts(row.caption, self.config, self.seed, key),
+                key,
+                prepare_references(row.references, self.config, self.seed, key, self.rules),
             )
         except (OSError, ValueError, SyntaxError, UserError) as error:
             return UserError(f"{self.source.name(key[0])} cannot be read: {' '.join(str(error).split())}")
@@ -58,10 +95,25 @@ def uniform(seed: int, key: SampleKey, purpose: str, num: int = 1) -> list[float
     return torch.rand(num, generator=sample_generator(seed, *key, purpose)).tolist()
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """Turned as the camera says, in RGB."""
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def upright_size(image: Image.Image) -> Size:
+    """The size of `upright(image)`, from the file's header alone."""
+    return image.size[::-1] if image.getexif().get(ORIENTATION, 1) >= 5 else image.size
+
+
+def as_pixels(image: Image.Image) -> Tensor:
+    """(3, height, width) in [-1, 1]."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+
+
 def prepare_pixels(image: Image.Image, config: DataConfig, seed: int, key: SampleKey) -> Tensor:
-    """(3, resolution, resolution) in [-1, 1]: turned as the camera says, shorter side scaled, cropped, perhaps flipped."""
+    """(3, resolution, resolution) in [-1, 1]: the shorter side scaled, cropped, perhaps flipped."""
     size = config.resolution
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    image = upright(image)
     scale = size / min(image.size)
     image = image.resize(
         (max(size, round(image.width * scale)), max(size, round(image.height * scale))), Image.Resampling.LANCZOS
@@ -71,20 +123,54 @@ def prepare_pixels(image: Image.Image, config: DataConfig, seed: int, key: Sampl
     image = image.crop((left, top, left + size, top + size))
     if config.random_flip and uniform(seed, key, "flip")[0] < 0.5:
         image = ImageOps.mirror(image)
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
+    return as_pixels(image)
+
+
+def prepare_references(
+    images: tuple[Image.Image, ...], config: DataConfig, seed: int, key: SampleKey, rules: ReferenceRules
+) -> tuple[Tensor, ...]:
+    """Each (3, h, w) in [-1, 1], whole and of its own shape; with --augment_references cropped and flipped as the image is."""
+    if drops_references(config, seed, key):
+        return ()
+    if config.augment_references:
+        return tuple(prepare_pixels(image, config, seed, key) for image in images)
+    return tuple(as_pixels(fit(upright(image), rules, len(images) == 1)) for image in images)
+
+
+def fit(image: Image.Image, rules: ReferenceRules, is_single: bool) -> Image.Image:
+    """A reference at its final size: scaled, then its centre cropped, or padded with its own reflection."""
+    scaled = rules.scaled(image.size)
+    image = image if image.size == scaled else image.resize(scaled, Image.Resampling.LANCZOS)
+    width, height = rules.final(image.size, is_single)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    if not (rules.pads_single and is_single):
+        return image.crop((left, top, left + width, top + height))
+    left, top = (width - image.width) // 2, (height - image.height) // 2
+    around = ((top, height - image.height - top), (left, width - image.width - left), (0, 0))
+    mode = "reflect" if min(image.size) > rules.grid else "symmetric"  # a reflection leaves out the edge itself
+    return Image.fromarray(np.pad(np.asarray(image), around, mode=mode))
+
+
+def drops_references(config: DataConfig, seed: int, key: SampleKey) -> bool:
+    """Whether --reference_dropout takes the references of this sample away."""
+    return uniform(seed, key, "reference dropout")[0] < config.reference_dropout
+
+
+def drops_prompt(config: DataConfig, seed: int, key: SampleKey, encoder: str) -> bool:
+    """Whether the prompt of this sample is emptied, for all encoders at once or for this one alone."""
+    if uniform(seed, key, "prompt dropout")[0] < config.proportion_empty_prompts:
+        return True
+    flag = TEXT_ENCODER_DROPOUTS[encoder]
+    return uniform(seed, key, flag)[0] < vars(config)[flag]
 
 
 def prepare_prompts(caption: str, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:
-    """{text encoder: caption}, emptied for all encoders at once or for one alone by the dropout flags."""
-    dropped = uniform(seed, key, "prompt dropout")[0] < config.proportion_empty_prompts
-    return {
-        encoder: "" if dropped or uniform(seed, key, flag)[0] < vars(config)[flag] else caption
-        for encoder, flag in TEXT_ENCODER_DROPOUTS.items()
-    }
+    """{text encoder: caption, or nothing}."""
+    return {encoder: "" if drops_prompt(config, seed, key, encoder) else caption for encoder in TEXT_ENCODER_DROPOUTS}
 
 
 def collate(samples: list[Sample | UserError]) -> RawBatch | UserError:
-    """Samples of one size -> a batch; the first bad one instead, if there is one."""
+    """Samples of one shape -> a batch; the first bad one instead, if there is one."""
     bad = next((sample for sample in samples if isinstance(sample, UserError)), None)
     if bad is not None:
         return bad
@@ -92,16 +178,17 @@ def collate(samples: list[Sample | UserError]) -> RawBatch | UserError:
         pixels=torch.stack([sample.pixels for sample in samples]),
         prompts={encoder: [sample.prompts[encoder] for sample in samples] for encoder in TEXT_ENCODER_DROPOUTS},
         keys=[sample.key for sample in samples],
+        references=tuple(torch.stack(images) for images in zip(*(sample.references for sample in samples), strict=True)),
     )
 
 
 def load_batches(
-    source: Source, config: DataConfig, seed: int, micro_batches: Iterable[list[SampleKey]]
+    source: Source, config: DataConfig, seed: int, rules: ReferenceRules, micro_batches: Iterable[list[SampleKey]]
 ) -> Iterator[RawBatch | UserError]:
     """The micro batches of a schedule, prepared in --dataloader_num_workers processes."""
     return iter(
         DataLoader(
-            SampleDataset(source, config, seed),
+            SampleDataset(source, config, seed, rules),
             batch_sampler=micro_batches,
             collate_fn=collate,
             num_workers=config.dataloader_num_workers,

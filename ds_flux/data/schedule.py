@@ -1,17 +1,24 @@
 """Which sample comes when: one global sequence of global batches, a pure function of (seed, number of samples).
 
-The sequence is epoch after epoch of shuffled samples, cut into global batches without regard for epoch borders, so left-over
-samples open the next epoch instead of vanishing.  A process count, micro batch or accumulation only decides who takes which
-slice; a resume is a position.
+The sequence is epoch after epoch of shuffled samples; each waits with those of its own shape until they fill a global
+batch.  So a global batch has one shape, and left-over samples open the next epoch instead of vanishing.  A process count,
+micro batch or accumulation only decides who takes which slice; a resume is a position.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 from ds_flux import UserError
 from ds_flux.randomness import epoch_order
 
 SampleKey = tuple[int, int]  # (sample id, visit): visit counts how often the run has seen the sample
+
+
+def one_shape(_key: SampleKey) -> Hashable:
+    """Where every sample fits beside every other."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Schedule:
     gradient_accumulation_steps: int
     world_size: int
     rank: int
+    shape_of: Callable[[SampleKey], Hashable] = one_shape
+    """what must be equal within a batch"""
 
     def __post_init__(self) -> None:
         if self.global_batch_size > self.num_samples:
@@ -42,15 +51,20 @@ class Schedule:
         """Images per optimizer step, over all ranks."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.world_size
 
+    def global_batches(self) -> Iterator[list[SampleKey]]:
+        """The endless sequence of global batches, the same on every rank."""
+        waiting: dict[Hashable, list[SampleKey]] = defaultdict(list)
+        for epoch in count():
+            for sample in epoch_order(self.seed, epoch, self.num_samples):
+                key = (int(sample), epoch)
+                shape = self.shape_of(key)
+                waiting[shape].append(key)
+                if len(waiting[shape]) == self.global_batch_size:
+                    yield waiting.pop(shape)
+
     def micro_batches(self, first_step: int, last_step: int) -> Iterator[list[SampleKey]]:
         """This rank's micro batches of the optimizer steps first_step <= step < last_step."""
-        order, order_epoch = None, -1
-        for micro_step in range(first_step * self.gradient_accumulation_steps, last_step * self.gradient_accumulation_steps):
-            start = (micro_step * self.world_size + self.rank) * self.micro_batch_size
-            keys = []
-            for position in range(start, start + self.micro_batch_size):
-                epoch, place = divmod(position, self.num_samples)
-                if epoch != order_epoch:
-                    order, order_epoch = epoch_order(self.seed, epoch, self.num_samples), epoch
-                keys.append((int(order[place]), epoch))
-            yield keys
+        for keys in islice(self.global_batches(), first_step, last_step):
+            for micro_step in range(self.gradient_accumulation_steps):
+                start = (micro_step * self.world_size + self.rank) * self.micro_batch_size
+                yield keys[start : start + self.micro_batch_size]

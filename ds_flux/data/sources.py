@@ -1,7 +1,9 @@
 """Where images and captions come from: a data set of the `datasets` library, or a folder of files."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +11,19 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.flags import check_known
+from ds_flux.flags import check_known, names_of
 
 if TYPE_CHECKING:
     import datasets
 
-Row = tuple[Image.Image, str]  # an image as stored, and its caption
+
+@dataclass(frozen=True)
+class Row:
+    """One sample as stored; the images are opened and not yet decoded."""
+
+    image: Image.Image
+    caption: str
+    references: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,16 @@ class Folder(Sequence[Row]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Row:
-        path = self.paths[index]
-        caption = path.with_suffix(".txt")
-        return Image.open(path), caption.read_text().strip() if caption.exists() else str(self.prompt)
+        return Row(Image.open(self.paths[index]), self.caption(index))
+
+    def caption(self, index: int) -> str:
+        """The caption of a row."""
+        path = self.paths[index].with_suffix(".txt")
+        return path.read_text().strip() if path.exists() else str(self.prompt)
+
+    def references(self, _index: int) -> tuple[Image.Image, ...]:
+        """A folder has none."""
+        return ()
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
@@ -39,22 +55,51 @@ class Folder(Sequence[Row]):
 
 @dataclass(frozen=True)
 class Table(Sequence[Row]):
-    """A split of a data set."""
+    """A split of a data set, whose image columns are not decoded by the library."""
 
     rows: "datasets.Dataset"
     image_column: str
     caption_column: str | None
     prompt: str | None
+    reference_columns: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        row = self.rows[index]
-        image, caption = row[self.image_column], row[self.caption_column] if self.caption_column else self.prompt
+        image = self.images_alone[index][self.image_column]
+        return Row(open_image(image), self.caption(index), self.references(index))
+
+    @cached_property
+    def images_alone(self) -> "datasets.Dataset":
+        """The rows with one column: the others are not read."""
+        return self.rows.select_columns([self.image_column])
+
+    @cached_property
+    def captions_alone(self) -> "datasets.Dataset":
+        """The same of the captions."""
+        return self.rows.select_columns([str(self.caption_column)])
+
+    @cached_property
+    def references_alone(self) -> "datasets.Dataset":
+        """The same of the references."""
+        return self.rows.select_columns(list(self.reference_columns))
+
+    def caption(self, index: int) -> str:
+        """The caption of a row."""
+        if self.caption_column is None:
+            return str(self.prompt)
+        caption = self.captions_alone[index][self.caption_column]
         if not isinstance(caption, str):
             raise UserError(f"{self.name(index)}: the caption is a {type(caption).__name__}, expected text")
-        return image if isinstance(image, Image.Image) else Image.open(image), caption
+        return caption
+
+    def references(self, index: int) -> tuple[Image.Image, ...]:
+        """The reference images of a row, column after column; an empty cell is none, a list is several."""
+        if not self.reference_columns:
+            return ()
+        row = self.references_alone[index]
+        return tuple(open_image(value) for column in self.reference_columns for value in as_list(row[column]))
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
@@ -62,6 +107,23 @@ class Table(Sequence[Row]):
 
 
 Source = Folder | Table
+
+
+def as_list(value: Any) -> list[Any]:
+    """A cell as a list of its images."""
+    values = value if isinstance(value, list) else [value]
+    return [value for value in values if value is not None]
+
+
+def open_image(value: Any) -> Image.Image:
+    """An image of a cell: undecoded bytes, a path, or an image.  Reads the header only.
+
+    Raises:
+        OSError: there is no such file, or it is no image.
+    """
+    if isinstance(value, dict):
+        value = io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"]
+    return value if isinstance(value, Image.Image) else Image.open(value)
 
 
 def open_source(config: DataConfig) -> Source:
@@ -95,11 +157,28 @@ def open_folder(config: DataConfig) -> Folder:
 def open_table(config: DataConfig) -> Table:
     """--dataset_name: a folder that `save_to_disk` wrote, or whatever `load_dataset` knows; the split `train`."""
     rows = load_rows(str(config.dataset_name), config.dataset_config_name)
-    for flag in ("image_column", "caption_column"):
-        column = vars(config)[flag]
-        if column is not None:
-            check_known([column], rows.column_names, f"column (--{flag}) of {config.dataset_name}")
-    return Table(rows, config.image_column, config.caption_column, config.instance_prompt)
+    references = names_of(config.cond_image_column)
+    flags = {"image_column": [config.image_column], "cond_image_column": references, "caption_column": []}
+    if config.caption_column is not None:
+        flags["caption_column"] = [config.caption_column]
+    for flag, columns in flags.items():
+        check_known(columns, rows.column_names, f"column (--{flag}) of {config.dataset_name}")
+    rows = undecoded(rows, [config.image_column, *references])
+    return Table(rows, config.image_column, config.caption_column, config.instance_prompt, tuple(references))
+
+
+def undecoded(rows: "datasets.Dataset", columns: Iterable[str]) -> "datasets.Dataset":
+    """The rows with the images of these columns as stored: opened here, so that a bad one can be named."""
+    import datasets
+
+    one = datasets.Image(decode=False)
+    for column in columns:
+        kind = rows.features[column]
+        if isinstance(kind, datasets.Image):
+            rows = rows.cast_column(column, one)
+        elif isinstance(kind, datasets.List) and isinstance(kind.feature, datasets.Image):
+            rows = rows.cast_column(column, datasets.List(one))
+    return rows
 
 
 def load_rows(name: str, config_name: str | None) -> "datasets.Dataset":

@@ -1,14 +1,17 @@
-"""FLUX.1: dev, schnell, Krea; CLIP and T5."""
+"""FLUX.1: dev, schnell, Krea, Kontext; CLIP and T5."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers.loaders import FluxLoraLoaderMixin
+from PIL import Image
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-from ds_flux.families.spec import FluxFamily, TextEncoderSpec
+from ds_flux.families.spec import FluxFamily, SampleRequest, TextEncoderSpec
+from ds_flux.latents import Positions
 
 
 def latent_statistics(autoencoder: AutoencoderKL) -> tuple[Tensor, Tensor]:
@@ -39,6 +42,16 @@ def encode_text(
     }
 
 
+def count_tokens(tokenizers: dict[str, Any], prompts: list[str]) -> list[int]:
+    """Tokens of each prompt in T5; CLIP, which sees 77, only gives the pooled state."""
+    return [len(ids) for ids in tokenizers["text_encoder_2"](prompts).input_ids]
+
+
+def text_length(config: dict[str, Any]) -> int:
+    """512 with guidance embedding (dev, Krea, Kontext), 256 without (schnell)."""
+    return 512 if config.get("guidance_embeds") else 256
+
+
 def tokenize(tokenizer: Any, prompts: list[str], max_length: int) -> Tensor:
     """Token ids (B, max_length): padded to the full length, as the pipeline does, and cut there."""
     return tokenizer(prompts, padding="max_length", max_length=max_length, truncation=True, return_tensors="pt").input_ids
@@ -48,6 +61,34 @@ def sampling_mu(num_image_tokens: int, _num_steps: int) -> float:
     """`calculate_shift` of diffusers' FLUX.1 pipeline with the released schedulers' values."""
     slope = (1.15 - 0.5) / (4096 - 256)
     return slope * num_image_tokens + 0.5 - slope * 256
+
+
+def sample(components: dict[str, Any], request: SampleRequest) -> Image.Image:
+    """By `FluxPipeline`, or with references by `FluxKontextPipeline`, which takes one."""
+    from diffusers import FluxKontextPipeline, FluxPipeline  # with image encoders, which training does without
+
+    bare = {"text_encoder": None, "tokenizer": None, "text_encoder_2": None, "tokenizer_2": None}
+    arguments: dict[str, Any] = {
+        "prompt_embeds": request.text["encoder_hidden_states"],
+        "pooled_prompt_embeds": request.text["pooled_projections"],
+        "height": request.height,
+        "width": request.width,
+        "num_inference_steps": request.num_inference_steps,
+        "generator": request.generator,
+    }
+    if request.guidance_scale is not None:
+        arguments["guidance_scale"] = request.guidance_scale
+    if not request.references:
+        pipeline = FluxPipeline(**components, **bare)
+    else:
+        pipeline = FluxKontextPipeline(**components, **bare)
+        # the pipeline would move every size to about a megapixel
+        reference = request.references[0]
+        height, width = request.height or reference.height, request.width or reference.width
+        arguments |= {"image": reference, "height": height, "width": width}
+        arguments |= {"max_area": height * width, "_auto_resize": False}
+    pipeline.set_progress_bar_config(disable=not request.show_progress)
+    return pipeline(**arguments).images[0]
 
 
 RELEASED = dict(
@@ -67,20 +108,21 @@ FLUX1 = FluxFamily(
         TextEncoderSpec(
             component="text_encoder",
             tokenizer="tokenizer",
+            architecture="CLIPTextModel",
             model_class=CLIPTextModel,
             tokenizer_class=CLIPTokenizer,
+            width_key="pooled_projection_dim",
             is_large=False,
         ),
         TextEncoderSpec(
             component="text_encoder_2",
             tokenizer="tokenizer_2",
+            architecture="T5EncoderModel",
             model_class=T5EncoderModel,
             tokenizer_class=T5TokenizerFast,
-            is_large=True,
         ),
     ),
-    num_position_axes=3,
-    reference_t_stride=1,
+    positions=Positions(num_axes=3, reference_stride=1),
     lora_layers=(
         "attn.to_k",
         "attn.to_q",
@@ -95,12 +137,16 @@ FLUX1 = FluxFamily(
         "ff_context.net.0.proj",
         "ff_context.net.2",
     ),  # fmt: skip
+    lora_loader=FluxLoraLoaderMixin,
     flavours={
         "debug": DEBUG,
         "dev": {**RELEASED, "guidance_embeds": True},
         "schnell": {**RELEASED, "guidance_embeds": False},
     },
+    text_length=text_length,
     latent_statistics=latent_statistics,
+    count_tokens=count_tokens,
     encode_text=encode_text,
     sampling_mu=sampling_mu,
+    sample=sample,
 )

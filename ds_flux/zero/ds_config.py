@@ -95,8 +95,12 @@ def train_config(
     return finish(config, path, bf16, size)
 
 
-def inference_config(path: str, bf16: bool, size: ModelSize) -> dict[str, Any]:
-    """The DeepSpeed config of a frozen engine: stage 3, no optimizer.  Raises UserError like `train_config`."""
+def inference_config(path: str, bf16: bool, size: ModelSize, offload: bool) -> dict[str, Any]:
+    """The DeepSpeed config of a frozen engine: stage 3, no optimizer.  Raises UserError like `train_config`.
+
+    Args:
+        offload: keep the weights in CPU memory unless the JSON says where they are.
+    """
     config = read(path)
     for key in ("optimizer", "scheduler"):
         if key in config:
@@ -104,6 +108,8 @@ def inference_config(path: str, bf16: bool, size: ModelSize) -> dict[str, Any]:
     if stage_of(config) != 3:
         raise UserError(f"{path}: a frozen engine is sharded by stage 3, not {stage_of(config)}; or --shard_text_encoder false")
     config.setdefault("train_micro_batch_size_per_gpu", 1)
+    if offload:
+        config["zero_optimization"].setdefault("offload_param", {"device": "cpu", "pin_memory": True})
     return finish(config, path, bf16, size)
 
 

@@ -27,7 +27,11 @@ def train_engine(module: nn.Module, ds_config: dict[str, Any], schedule: LRSched
 
 def inference_engine(module: nn.Module, ds_config: dict[str, Any]) -> Engine:
     """A frozen ZeRO-3 engine: gathers each layer as it runs, has no optimizer.  Never save it: rank 0 would be alone."""
+    exact = [(owner, name, b) for owner in module.modules() for name, b in owner.named_buffers(recurse=False)]
     engine, *_ = deepspeed.initialize(model=module.requires_grad_(False).eval(), config=ds_config)
+    for owner, name, buffer in exact:
+        # DeepSpeed casts these as well: the frequencies of a rotary embedding lose their meaning in bf16
+        owner._buffers[name] = buffer.to(owner._buffers[name].device)
     engine.eval()
     return engine
 

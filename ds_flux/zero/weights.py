@@ -4,6 +4,7 @@ Partitioned (ZeRO-3): `zero.Init` serves as a partitioner only.  Each parameter 
 existed whole, and each rank reads its own slice of each tensor: no broadcast, no gather.
 """
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -63,6 +64,19 @@ class SafetensorsFolder:
                 if info["dtype"] not in DTYPES:
                     raise UserError(f"{path}: {name} is stored as {info['dtype']}; known are {', '.join(DTYPES)}")
                 self.entries[name] = Entry(path, info["data_offsets"][0], DTYPES[info["dtype"]], tuple(info["shape"]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in self.entries.values())
+
+    def part(self, names: list[str]) -> "SafetensorsFolder":
+        """Only the tensors `names`, which lie here under some prefix: a model inside a larger one."""
+        prefixes = {found.removesuffix(names[0]) for found in self.entries if found.endswith(names[0])}
+        prefix = max(prefixes, key=lambda prefix: sum(prefix + name in self.entries for name in names), default="")
+        inside = copy.copy(self)
+        inside.entries = {name: self.entries[prefix + name] for name in names if prefix + name in self.entries}
+        return inside
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of all tensors."""
