@@ -14,10 +14,10 @@ import torch
 from jsonargparse import ArgumentParser
 
 from ds_flux import UserError, export, lora, merge
-from ds_flux.export import Format
+from ds_flux.export import Format, Lora
 from ds_flux.flags import parse
 from ds_flux.manifest import MANIFEST, find, read_manifest
-from ds_flux.streaming import TensorPieces, whole, write_files, write_shards
+from ds_flux.streaming import TensorPieces, write_files, write_shards
 from ds_flux.zero.files import read_checkpoint
 
 ORIGINAL_FILE = "transformer.safetensors"  # not the name that from_pretrained looks for: these are not its keys
@@ -46,10 +46,9 @@ class Contents:
     transformer_class: str | None
     """None: a LoRA's file does not say"""
     transformer_config: dict[str, Any]
-    tensors: list[TensorPieces]
-    """by the names that the module in training has"""
-    alpha: float | None
-    """of a LoRA"""
+    weights: list[TensorPieces]
+    """by diffusers' names; none of a LoRA"""
+    adapters: Lora | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -127,13 +126,13 @@ def consolidate(
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if contents.alpha is not None:
+    if contents.adapters is not None:
         write_files(partial, {lora.FILE_NAME: tensors}, dtype)
     elif form == "diffusers":
         write_shards(partial, merge.WEIGHTS_NAME, tensors, dtype, max_shard_bytes)
     else:
         write_files(partial, {ORIGINAL_FILE: tensors}, dtype)
-    if contents.alpha is None:
+    if contents.adapters is None:
         config = {"_class_name": contents.transformer_class, **contents.transformer_config}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     partial.rename(out)
@@ -143,31 +142,29 @@ def consolidate(
 def read(path: Path) -> Contents:
     """What a checkpoint, or a LoRA's file, holds."""
     if is_lora_file(path):
-        file = lora.LoraFile.open(path)
-        tensors = [whole(name.removeprefix("transformer."), tensor) for name, tensor in file.tensors.items()]
-        return Contents(transformer_class=None, transformer_config={}, tensors=tensors, alpha=file.alpha)
+        file = path / lora.FILE_NAME if path.is_dir() else path
+        return Contents(transformer_class=None, transformer_config={}, weights=[], adapters=export.read_lora_file(file))
     manifest = read_manifest(path)
+    tensors = read_checkpoint(path, manifest)
     return Contents(
         transformer_class=manifest.transformer_class,
         transformer_config=manifest.transformer_config,
-        tensors=read_checkpoint(path, manifest),
-        alpha=None if manifest.lora is None else float(manifest.lora["alpha"]),
+        weights=tensors if manifest.lora is None else [],
+        adapters=None if manifest.lora is None else export.lora_of(tensors, float(manifest.lora["alpha"])),
     )
 
 
 def merge_into(base: Path, contents: Contents) -> Contents:
     """All weights: those of the base with the LoRA added.  Raises UserError where one does not fit the other."""
-    if contents.alpha is None:
+    if contents.adapters is None:
         raise UserError("--merge_lora: the checkpoint is of all weights, there is no LoRA to merge")
-    adapters = export.lora_of(contents.tensors, contents.alpha)
-    base_class, base_config, base_tensors = merge.read_base(base)
+    base_class, base_config, weights = merge.read_base(base)
     if contents.transformer_class not in (None, base_class):
         raise UserError(f"--merge_lora {base} is a {base_class}, the LoRA is of a {contents.transformer_class}")
     return Contents(
         transformer_class=base_class,
         transformer_config=contents.transformer_config or base_config,
-        tensors=merge.merged(base_tensors, adapters.layers, adapters.scale),
-        alpha=None,
+        weights=merge.merged(weights, contents.adapters.layers, contents.adapters.scale),
     )
 
 
@@ -175,6 +172,6 @@ def named(contents: Contents, form: Format) -> list[TensorPieces]:
     """The tensors by the names of a format."""
     if contents.transformer_class is None:
         raise UserError("a LoRA's file is written already: it can only be merged, with --merge_lora BASE")
-    if contents.alpha is None:
-        return export.weights(contents.tensors, contents.transformer_class, form)
-    return export.lora_weights(export.lora_of(contents.tensors, contents.alpha), contents.transformer_class, form)
+    if contents.adapters is None:
+        return export.weights(contents.weights, contents.transformer_class, form)
+    return export.lora_weights(contents.adapters, contents.transformer_class, form)

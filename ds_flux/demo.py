@@ -1,11 +1,10 @@
-"""`ds-flux demo`: a small FLUX.1 and scikit-learn's handwritten digits, and the score of what a run made of them.
+"""`ds-flux demo`: a small model of any family and scikit-learn's handwritten digits, and the score of what a run made.
 
 The model folder has the layout and the classes of the released one; only the sizes differ.  Text encoders and transformer
 are random, the tokenizers are built from the captions' words, the autoencoder is trained here.  Nothing is downloaded.
 """
 
 import json
-import string
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,33 +13,27 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from jsonargparse import ArgumentParser
 from PIL import Image
-from torch import Tensor
-from tqdm import tqdm
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
 from ds_flux import UserError
-from ds_flux.flags import parse
+from ds_flux.families import stock, tiny, tiny_autoencoder
+from ds_flux.flags import check_known, parse
 from ds_flux.manifest import find
 from ds_flux.models import initial_weight
 
 DIGITS = "zero one two three four five six seven eight nine".split()
 WORDS = ["a", "handwritten", *DIGITS]
 RESOLUTION = 32
-MAX_SEQUENCE_LENGTH = 8
 NUM_SCORED = 100
-TRANSFORMER = dict(
-    num_layers=2, num_single_layers=4, num_attention_heads=4, attention_head_dim=32, axes_dims_rope=(8, 12, 12),
-    in_channels=16, joint_attention_dim=64, pooled_projection_dim=32, guidance_embeds=True,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """demo"""
 
+    family: str = next(iter(tiny.TINY))
+    """which model: one of those in families/tiny.py"""
     output_dir: str = "demo"
     """where to write model/, digits/ and run.yaml, or where they are"""
     score: str | None = None
@@ -58,14 +51,15 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="ds-flux demo", exit_on_error=False)
     parser.add_class_arguments(DemoConfig)
     config = DemoConfig(**parse(parser, argv).as_dict())
+    check_known([config.family], tiny.TINY, "--family")
     folder = Path(config.output_dir)
     if config.score:
-        print_report(report(folder, Path(config.score), config.seed, config.began))
+        print_report(report(config.family, folder, Path(config.score), config.seed, config.began))
         return 0
     images, labels = digits()
-    write_model(folder / "model", images, config.autoencoder_steps, config.seed)
+    write_model(config.family, folder / "model", images, config.autoencoder_steps, config.seed)
     write_dataset(folder / "digits", images, labels)
-    (folder / "run.yaml").write_text(recipe(folder))
+    (folder / "run.yaml").write_text(recipe(folder, config.family))
     print(f"wrote {folder / 'model'}, {folder / 'digits'} ({len(images)} images) and {folder / 'run.yaml'}")
     return 0
 
@@ -94,7 +88,7 @@ def write_dataset(folder: Path, images: list[Image.Image], labels: list[int]) ->
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder)
 
 
-def recipe(folder: Path) -> str:
+def recipe(folder: Path, name: str) -> str:
     """The settings of the demo's run; `launch/recipes` has those of real ones."""
     return f"""\
 pretrained_model_name_or_path: {folder / "model"}
@@ -102,7 +96,7 @@ dataset_name: {folder / "digits"}
 caption_column: text
 output_dir: {folder / "out"}
 resolution: {RESOLUTION}
-max_sequence_length: {MAX_SEQUENCE_LENGTH}
+max_sequence_length: {tiny.TINY[name].text_length}
 mixed_precision: 'no'
 weighting_scheme: logit_normal
 train_batch_size: 32
@@ -118,109 +112,27 @@ checkpoints_total_limit: 2
 """
 
 
-def write_model(
-    folder: Path, images: list[Image.Image], autoencoder_steps: int, seed: int, transformer: dict[str, Any] = TRANSFORMER
-) -> None:
-    """A FLUX.1 pipeline folder of small, stock components, saved by the stock pipeline."""
+def write_model(name: str, folder: Path, images: list[Image.Image], autoencoder_steps: int, seed: int) -> None:
+    """A model folder of a family, its autoencoder trained on these images."""
     torch.manual_seed(seed)
-    clip_tokenizer, t5_tokenizer = make_clip_tokenizer(), make_t5_tokenizer()
-    pipeline = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        vae=train_autoencoder(images, autoencoder_steps),
-        text_encoder=make_clip(clip_tokenizer, transformer["pooled_projection_dim"]),
-        tokenizer=clip_tokenizer,
-        text_encoder_2=make_t5(t5_tokenizer, transformer["joint_attention_dim"]),
-        tokenizer_2=t5_tokenizer,
-        transformer=make_transformer(transformer, seed),
-    )
-    pipeline.save_pretrained(folder)
+    autoencoder = tiny_autoencoder.make(tiny.TINY[name].autoencoder_class)
+    autoencoder = tiny_autoencoder.train(autoencoder, images, autoencoder_steps)
+    tiny.write(name, folder, autoencoder, seed, WORDS, tiny.TINY[name].demo)
+    random_transformer(name, folder, seed)
 
 
-def make_transformer(config: dict[str, Any], seed: int) -> FluxTransformer2DModel:
-    """The transformer that pre-training would start from."""
-    transformer = FluxTransformer2DModel(**config)
+def random_transformer(name: str, folder: Path, seed: int) -> None:
+    """Replace the transformer of a model folder by the one that pre-training would start from."""
+    transformer = tiny.TINY[name].transformer_class.from_pretrained(folder / "transformer")
     with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            initial_weight(name, parameter, seed)
-    return transformer
+        for key, parameter in transformer.named_parameters():
+            initial_weight(key, parameter, seed)
+    transformer.save_pretrained(folder / "transformer")
 
 
-def make_t5_tokenizer() -> T5TokenizerFast:
-    """A piece for each word of the captions, and letters for everything else."""
-    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [("\u2581" + word, -1.0) for word in WORDS]
-    letters = [(letter, -10.0) for letter in "\u2581" + string.ascii_lowercase]
-    return T5TokenizerFast(vocab=special + words + letters, extra_ids=0)
-
-
-def make_clip_tokenizer() -> CLIPTokenizer:
-    """Byte pairs that merge each word of the captions into one token."""
-    letters = [*string.ascii_lowercase, *(letter + "</w>" for letter in string.ascii_lowercase)]
-    tokens = dict.fromkeys(letters)
-    merges = {}
-    for word in WORDS:
-        left, *rest = [*word[:-1], word[-1] + "</w>"]
-        for right in rest:
-            merges[left, right] = None
-            left += right
-            tokens[left] = None
-    names = [*tokens, "<|startoftext|>", "<|endoftext|>"]
-    vocab = {token: index for index, token in enumerate(names)}
-    return CLIPTokenizer(vocab=vocab, merges=list(merges), model_max_length=16)
-
-
-def make_clip(tokenizer: CLIPTokenizer, width: int) -> CLIPTextModel:
-    """A random CLIP text encoder."""
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, projection_dim=width,
-        num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    return CLIPTextModel(config).eval()
-
-
-def make_t5(tokenizer: T5TokenizerFast, width: int) -> T5EncoderModel:
-    """A random T5 encoder of version 1.1's shape, which FLUX.1 uses."""
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4,
-        feed_forward_proj="gated-gelu",
-    )  # fmt: skip
-    return T5EncoderModel(config).eval()
-
-
-def train_autoencoder(images: list[Image.Image], num_steps: int, batch_size: int = 32) -> AutoencoderKL:
-    """A small autoencoder (4 times smaller latents, 4 channels) that knows these images; latents normalised like FLUX's."""
-    autoencoder = AutoencoderKL(
-        block_out_channels=(16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=1, latent_channels=4, norm_num_groups=8,
-        use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=False,
-    )  # fmt: skip
-    pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]).float() / 127.5 - 1
-    optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=4e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=max(num_steps, 1))
-    for _ in (bar := tqdm(range(num_steps), desc="train the autoencoder")):
-        loss = autoencoder_loss(autoencoder, pixels[torch.randint(len(pixels), (batch_size,))])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-    with torch.no_grad():
-        latents = autoencoder.encode(pixels[:256]).latent_dist.mode()
-    autoencoder.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
-    return autoencoder.eval().requires_grad_(False)
-
-
-def autoencoder_loss(autoencoder: AutoencoderKL, pixels: Tensor) -> Tensor:
-    """Reconstruction error, plus a little of the divergence that keeps the latents near a normal distribution."""
-    posterior = autoencoder.encode(pixels).latent_dist
-    reconstruction = autoencoder.decode(posterior.sample()).sample
-    return (reconstruction - pixels).square().mean() + 1e-4 * posterior.kl().mean() / pixels[0].numel()
-
-
-def report(folder: Path, transformer: Path, seed: int, began: int | None) -> dict[str, Any]:
+def report(name: str, folder: Path, transformer: Path, seed: int, began: int | None) -> dict[str, Any]:
     """What the run of the demo came to; losses are means over the first and the last 20 steps."""
-    recognised, grid = score(folder, transformer, seed)
+    recognised, grid = score(name, folder, transformer, seed)
     losses = [json.loads(line)["loss"] for line in (folder / "out/logs/metrics.jsonl").read_text().splitlines()]
     return {
         "digits_recognised": recognised,
@@ -245,19 +157,16 @@ def print_report(figures: dict[str, Any]) -> None:
     print(json.dumps(figures))
 
 
-def score(folder: Path, transformer: Path, seed: int) -> tuple[int, Path]:
+def score(name: str, folder: Path, transformer: Path, seed: int) -> tuple[int, Path]:
     """Ask the stock pipeline for each digit ten times; how many a classifier recognises, and a picture of all."""
     images, labels = digits()
-    pipeline = FluxPipeline.from_pretrained(
-        folder / "model", transformer=FluxTransformer2DModel.from_pretrained(transformer, torch_dtype=torch.float32)
-    )
+    pipeline = stock.load(folder / "model", transformer)
     num_each = NUM_SCORED // len(DIGITS)
     wanted = [digit for digit in range(len(DIGITS)) for _ in range(num_each)]
-    made = pipeline(
-        [caption(digit) for digit in wanted],
-        height=RESOLUTION, width=RESOLUTION, num_inference_steps=20, max_sequence_length=MAX_SEQUENCE_LENGTH,
-        generator=torch.Generator().manual_seed(seed),
-    ).images  # fmt: skip
+    made = stock.generate(
+        pipeline, [caption(digit) for digit in wanted], seed,
+        height=RESOLUTION, width=RESOLUTION, num_inference_steps=20, max_sequence_length=tiny.TINY[name].text_length,
+    )  # fmt: skip
     seen = classify(images, labels, made)
     save_grid(made, num_each, folder / "digits.png")
     return sum(a == b for a, b in zip(wanted, seen)), folder / "digits.png"

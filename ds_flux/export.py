@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_flux import UserError, lora
@@ -68,12 +70,31 @@ def lora_of(tensors: list[TensorPieces], alpha: float) -> Lora:
     for tensor in tensors:
         found = re.fullmatch(r"transformer\.(.+)\.lora_([AB])\.weight", lora.file_name(tensor.name))
         if not found:
-            raise UserError(f"{tensor.name} is no tensor of a LoRA")
+            raise UserError(f"expected lora_A and lora_B weights by diffusers' names, found {tensor.name}")
         sides.setdefault(found[1], {})[found[2]] = tensor
     ranks = {tensor.shape["AB".index(side)] for pair in sides.values() for side, tensor in pair.items()}
     if len(ranks) != 1 or any(len(pair) != 2 for pair in sides.values()):
         raise UserError(f"expected a lora_A and a lora_B for each layer, all of one rank; found ranks {sorted(ranks)}")
     return Lora({layer: (pair["A"], pair["B"]) for layer, pair in sides.items()}, alpha)
+
+
+def read_lora_file(path: Path) -> Lora:
+    """A file that `diffusers_lora` named the tensors of.
+
+    Raises:
+        UserError: it is absent or something else, perhaps with a scale that is told in another way.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"LoRA {path} cannot be read: {error}") from None
+    alphas = [stored.pop(name).item() for name in list(stored) if name.endswith(".alpha")]
+    found = lora_of([whole(name.removeprefix("transformer."), tensor, is_mapped=True) for name, tensor in stored.items()], 0.0)
+    if "lora_adapter_metadata" in metadata or len(set(alphas)) > 1 or len(alphas) not in (0, len(found.layers)):
+        raise UserError(f"LoRA {path} has scales that ds-flux consolidate does not write: merge it with the tool that made it")
+    return replace(found, alpha=alphas[0] if alphas else float(found.rank))
 
 
 def lora_weights(adapters: Lora, transformer_class: str, form: Format) -> list[TensorPieces]:
@@ -111,7 +132,8 @@ def kohya_lora(adapters: Lora, spelling: Spelling) -> Iterator[TensorPieces]:
     """The original names as sd-scripts writes them, with an alpha each.
 
     A fused layer of n parts has rank n * rank and n times the alpha: the downs one below the other, the ups block-diagonal.
-    Parts without an adapter are zeros: loaders know the form by its n equal blocks.
+    Parts without an adapter are zeros: loaders know the form by its n equal blocks.  ComfyUI reads any layer; diffusers' own
+    converters those inside the blocks, others not at all or without the scale.
     """
     for layer in {layer.original: layer for layer in map(spelling.find, adapters.layers)}.values():
         name = "lora_unet_" + layer.original.replace(".", "_")

@@ -32,7 +32,7 @@ def read_base(path: Path) -> tuple[str, dict[str, Any], list[TensorPieces]]:
         if index.is_file():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         tensors = [tensor for name in names for tensor in read_file(folder / name)]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UserError(f"--merge_lora {path} cannot be read: {error}") from None
     config = {key: value for key, value in stored.items() if not key.startswith("_")}
     return transformer_class, config, tensors

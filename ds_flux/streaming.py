@@ -114,7 +114,11 @@ def in_memory(tensor: TensorPieces) -> Tensor:
 
 
 def computed(tensor: TensorPieces, num_columns: int, make: Callable[[int, int], Tensor]) -> TensorPieces:
-    """The name and number of rows of `tensor`, with rows (last - first, num_columns) that `make` makes when they are written."""
+    """A matrix with the name and the number of rows of `tensor`, made when it is written.
+
+    Args:
+        make: (first, last) -> those rows, (last - first, num_columns).
+    """
 
     def read(first: int, last: int) -> Tensor:
         top, bottom = first // num_columns, -(-last // num_columns)

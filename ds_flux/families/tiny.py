@@ -48,13 +48,12 @@ from transformers import (
     T5TokenizerFast,
 )
 
+from ds_flux.families import tiny_autoencoder
+
 Components = dict[str, Any]
 
 TRANSFORMER = dict(num_layers=1, num_single_layers=2, num_attention_heads=2, attention_head_dim=16, in_channels=16)
-AUTOENCODER = dict(
-    block_out_channels=(16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-    layers_per_block=1, latent_channels=4, norm_num_groups=8, mid_block_add_attention=False,
-)  # fmt: skip
+DEMO = dict(num_layers=2, num_single_layers=4, num_attention_heads=4, attention_head_dim=32)
 # the default spread of 0.02 would leave all layers alike at these widths
 DECODER = dict(
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=2048, initializer_range=0.1,
@@ -103,6 +102,10 @@ class Tiny:
     """(words, transformer config) -> text encoders and tokenizers, of the width that the transformer takes"""
     scheduler: dict[str, Any] | None
     """None: the pipeline's own blocks hold it, and the folder does not"""
+    text_length: int
+    """tokens that hold a short caption, template included"""
+    demo: dict[str, Any]
+    """entries of the transformer's config that are larger for the demo, which learns handwritten digits"""
 
 
 def write(
@@ -112,7 +115,7 @@ def write(
 
     Args:
         name: a key of TINY.
-        autoencoder: of the family's class, as `make_autoencoder` makes it; None: a random one.
+        autoencoder: of the family's class, as `tiny_autoencoder.make` makes it; None: a random one.
         words: what the tokenizers have one token each for; other text they spell.
         transformer: entries of the transformer's config that differ from TINY's.
     """
@@ -123,7 +126,7 @@ def write(
         components = {
             "transformer": tiny.transformer_class(**config),
             **tiny.make_text(words, config),
-            "vae": make_autoencoder(name) if autoencoder is None else autoencoder,
+            "vae": tiny_autoencoder.make(tiny.autoencoder_class) if autoencoder is None else autoencoder,
         }
     if tiny.scheduler:
         components["scheduler"] = FlowMatchEulerDiscreteScheduler(**tiny.scheduler)
@@ -138,17 +141,6 @@ def save(pipeline_class: type, components: Components, folder: Path) -> None:
     pipeline = pipeline_class()
     pipeline.update_components(**components)
     pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
-
-
-def make_autoencoder(name: str) -> Any:
-    """A random autoencoder whose latent statistics are far from 0 and 1, so that leaving them out is noticed."""
-    if TINY[name].autoencoder_class is AutoencoderKL:
-        own = dict(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1159, scaling_factor=0.3611)
-        return AutoencoderKL(**AUTOENCODER, **own).eval()
-    autoencoder = AutoencoderKLFlux2(**AUTOENCODER).eval()
-    autoencoder.bn.running_mean.normal_(std=0.5)
-    autoencoder.bn.running_var.uniform_(0.5, 2.0)
-    return autoencoder
 
 
 def clip_and_t5(words: list[str], transformer: dict[str, Any]) -> Components:
@@ -315,6 +307,8 @@ FLUX1 = Tiny(
     autoencoder_class=AutoencoderKL,
     make_text=clip_and_t5,
     scheduler=DYNAMIC_SHIFT,
+    text_length=8,
+    demo=dict(DEMO, axes_dims_rope=(8, 12, 12), joint_attention_dim=64),
 )
 FLUX2 = Tiny(
     pipeline_class=Flux2Pipeline,
@@ -323,6 +317,8 @@ FLUX2 = Tiny(
     autoencoder_class=AutoencoderKLFlux2,
     make_text=mistral,
     scheduler=DYNAMIC_SHIFT,
+    text_length=48,
+    demo=dict(DEMO, axes_dims_rope=(8, 8, 8, 8)),
 )
 FLUX3 = Tiny(
     pipeline_class=Flux3ModularPipeline,
@@ -331,6 +327,8 @@ FLUX3 = Tiny(
     autoencoder_class=AutoencoderKLFlux2,
     make_text=qwen3_vl,
     scheduler=None,  # a constant shift of 6.93
+    text_length=80,
+    demo=dict(DEMO, axes_dims_rope=(8, 8, 8, 8)),
 )
 TINY: dict[str, Tiny] = {
     "flux1": FLUX1,
@@ -341,6 +339,7 @@ TINY: dict[str, Tiny] = {
         pipeline_class=Flux2KleinPipeline,
         transformer={**FLUX2.transformer, "guidance_embeds": False},
         make_text=qwen3,
+        text_length=24,
     ),
     "flux3": FLUX3,
 }
