@@ -35,7 +35,7 @@ def consolidate(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """make images from prompts"""
-    from ds_flux import checks, config
+    from ds_flux import config
 
     settings, command = config.load(argv, "ds-flux sample", config.SampleCommand)
     from ds_flux import runtime, sampler

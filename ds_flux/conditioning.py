@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from ds_flux.data.images import RawBatch
+from ds_flux import UserError
+from ds_flux.data.cache import LatentCache
+from ds_flux.data.images import RawBatch, SampleDataset
 from ds_flux.families.spec import FluxFamily
 from ds_flux.latents import Batch, patchify
 
@@ -20,7 +23,7 @@ class LiveConditioner:
     family: FluxFamily
     encoders: dict[str, Callable[..., Any]]  # {text encoder: module or engine}
     tokenizers: dict[str, Any]
-    autoencoder: Any
+    autoencoder: Any  # None once everything is cached
     max_sequence_length: int
     device: torch.device
     offloaded: tuple[nn.Module, ...] = ()
@@ -29,11 +32,16 @@ class LiveConditioner:
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
         """Latents of images and references in fp32, and the text features of the prompts."""
+        latents, *references = raw.images if raw.are_latents else self.encode_images(raw.images)
+        return Batch(
+            latents.to(self.device), self.encode_text(raw.prompts), tuple(latents.to(self.device) for latents in references)
+        )
+
+    @torch.no_grad()
+    def encode_images(self, images: tuple[Tensor, ...]) -> list[Tensor]:
+        """Pixels of each image (B, 3, h, w) -> latents (B, C, H, W).  Not a collective."""
         with self.at_hand(self.autoencoder):
-            latents, *references = [
-                encode_images(self.autoencoder, self.family, pixels.to(self.device)) for pixels in (raw.pixels, *raw.references)
-            ]
-        return Batch(latents, self.encode_text(raw.prompts), tuple(references))
+            return [encode_images(self.autoencoder, self.family, pixels.to(self.device)) for pixels in images]
 
     @torch.no_grad()
     def encode_text(self, prompts: dict[str, list[str]]) -> dict[str, Tensor]:
@@ -57,3 +65,19 @@ def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tenso
     mean, std = (x.to(pixels.device) for x in family.latent_statistics(autoencoder))
     moments = autoencoder.encode(pixels.to(autoencoder.dtype)).latent_dist
     return (patchify(moments.mode().float()) - mean) / std
+
+
+def fill_cache(conditioner: LiveConditioner, samples: SampleDataset, cache: LatentCache, rank: int, world_size: int) -> None:
+    """Encode this rank's share of all samples once, as their first visit crops and flips them.  Not a collective.
+
+    Raises:
+        UserError: an image that cannot be read.
+    """
+    share = range(rank, len(samples.source), world_size)
+    for sample in tqdm(share, desc="encode the images", disable=rank > 0):
+        try:
+            pixels = samples.pixels((sample, 0))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UserError(f"{samples.source.name(sample)} cannot be read: {' '.join(str(error).split())}") from None
+        latents = conditioner.encode_images(tuple(image[None] for image in pixels))
+        cache.write(sample, [tensor[0] for tensor in latents])

@@ -21,6 +21,8 @@ class RunConfig:
     """folder for checkpoints, logs and the resolved settings"""
     seed: int = 0
     """decides, with a sample's identity, everything random about it; and the order of the data"""
+    skip_final_inference: bool = False
+    """accepted for commands written for diffusers' scripts: no images are made at the end in any case"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,8 @@ class DataConfig:
     """share of samples whose prompt is emptied for the first text encoder, independently of the second (pre-training)"""
     text_encoder_2_dropout: float = 0.0
     """the same for the second text encoder"""
+    cache_latents: bool = False
+    """encode every image once, before the first step, into the run's folder, and let the autoencoder go"""
     dataloader_num_workers: int = 0
     """processes that decode images; 0: the training process itself"""
 

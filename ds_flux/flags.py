@@ -14,19 +14,39 @@ from ds_flux import UserError
 set_parsing_settings(docstring_parse_attribute_docstrings=True)  # help texts stand under the fields
 
 
+OTHER_NAMES = {  # of diffusers' scripts -> ours, with a value where theirs is a switch for it
+    "fsdp_text_encoder": ("shard_text_encoder", None),
+    "enable_npu_flash_attention": ("attention_backend", "_native_npu"),
+}
+
+
 def parse(parser: ArgumentParser, argv: list[str]) -> Any:
     """`parser.parse_args` that also takes bare switches, and whose errors are one line with the nearest known name."""
     flags = {option[2:]: action for action in parser._actions for option in action.option_strings if option[:2] == "--"}
     switches = {name for name, action in flags.items() if is_switch(action)}
+    argv = [in_our_name(argument) for argument in argv]
     for argument in argv:
         if argument.startswith("--"):
             check_known([argument[2:].split("=")[0].split("+")[0]], flags, "flag", "--")
     try:
         for path in values_of(argv, "--config"):
-            check_known(read_yaml(path), set(flags) - {"help", "config", "print_config"}, f"key in {path}")
+            settings = read_yaml(path)
+            for name in OTHER_NAMES.keys() & settings.keys():
+                ours, value = OTHER_NAMES[name]
+                raise UserError(f"{name} in {path} is another name: write {ours}: {value or settings[name]}")
+            check_known(settings, set(flags) - {"help", "config", "print_config"}, f"key in {path}")
         return parser.parse_args(with_explicit_switches(argv, switches))
     except ArgumentError as error:
         raise UserError(in_plain_words(str(error))) from None
+
+
+def in_our_name(argument: str) -> str:
+    """A flag that has another name here, by that."""
+    name, equals, given = argument.removeprefix("--").partition("=")
+    if not argument.startswith("--") or name not in OTHER_NAMES:
+        return argument
+    ours, value = OTHER_NAMES[name]
+    return f"--{ours}={value}" if value else f"--{ours}{equals}{given}"
 
 
 def in_plain_words(message: str) -> str:

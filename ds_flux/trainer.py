@@ -6,24 +6,27 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_flux import UserError, assemble, checkpoint, lora, models, runtime
-from ds_flux.conditioning import LiveConditioner
+from ds_flux.conditioning import LiveConditioner, fill_cache
 from ds_flux.config import Config
-from ds_flux.data.images import RawBatch, ReferenceRules, load_batches
+from ds_flux.data.cache import LatentCache
+from ds_flux.data.images import RawBatch, SampleDataset, load_batches
 from ds_flux.data.schedule import Schedule
-from ds_flux.data.sources import Source, open_source
+from ds_flux.data.sources import open_source
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.weights import num_elements
+
+LATENTS = "cache/latents"  # in the run's folder
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class Run:
     engine: engines.Engine
     conditioner: LiveConditioner
     objective: Objective
-    source: Source
-    rules: ReferenceRules
+    samples: SampleDataset
     schedule: Schedule
     manifest: Manifest  # of step 0
     first_step: int
@@ -68,18 +70,32 @@ def setup(config: Config) -> Run:
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
     conditioner = assemble.build_conditioner(config, architecture)
+    samples = SampleDataset(source, config.data, config.run.seed, rules)
+    if config.data.cache_latents:
+        conditioner, samples = encode_once(conditioner, samples, Path(config.run.output_dir) / LATENTS)
     return Run(
         config=config,
         engine=engine,
         conditioner=conditioner,
         objective=make_objective(config, architecture),
-        source=source,
-        rules=rules,
+        samples=samples,
         schedule=schedule,
         manifest=manifest,
         first_step=engine.global_steps,
         last_step=last_step,
     )
+
+
+def encode_once(conditioner: LiveConditioner, samples: SampleDataset, folder: Path) -> tuple[LiveConditioner, SampleDataset]:
+    """Encode every image once, each by one rank, and let the autoencoder go.  A collective."""
+    cache = LatentCache(folder)
+    runtime.on_main(cache.clear, "making room for the latents")
+    if samples.config.random_flip or not samples.config.center_crop:
+        runtime.log("--cache_latents: each sample keeps the crop and flip of its first visit")
+    with runtime.together("encoding the images"):
+        fill_cache(conditioner, samples, cache, runtime.rank(), runtime.world_size())
+    cached = SampleDataset(samples.source, samples.config, samples.seed, samples.rules, cache)
+    return replace(conditioner, autoencoder=None, offloaded=()), cached
 
 
 def make_objective(config: Config, architecture: models.Architecture) -> Objective:
@@ -205,7 +221,7 @@ def train(config: Config) -> int:
 def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
     """Step after step, to the last one or to a signal, whose number it returns."""
     micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches = load_batches(run.source, run.config.data, run.config.run.seed, run.rules, micro_batches)
+    batches = load_batches(run.samples, micro_batches)
     for step in range(run.first_step + 1, run.last_step + 1):
         signal_number = stop.agreed()
         if signal_number:

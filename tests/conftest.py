@@ -6,8 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.pairs import Pairs
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -71,13 +75,16 @@ class Assets:
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """A model that is small but has every part of the released one, with weights in several files."""
     import torch
-    from diffusers import FluxTransformer2DModel
+    from diffusers import AutoencoderKL, FluxTransformer2DModel
 
     from ds_flux import demo
+    from ds_flux.families import tiny, tiny_autoencoder
 
     folder = tmp_path_factory.mktemp("assets")
     images, labels = demo.digits()
-    demo.write_model(folder / "model", images, autoencoder_steps=60, seed=0, transformer=TRANSFORMER)
+    torch.manual_seed(0)
+    autoencoder = tiny_autoencoder.train(tiny_autoencoder.make(AutoencoderKL), images, num_steps=60)
+    tiny.write("flux1", folder / "model", autoencoder, 0, demo.WORDS, TRANSFORMER)
     torch.manual_seed(0)  # torch's own start instead of adaLN-Zero: a gradient for every weight from the first step
     transformer = FluxTransformer2DModel(**TRANSFORMER)
     for path in (folder / "model/transformer").iterdir():
@@ -85,6 +92,15 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     transformer.save_pretrained(folder / "model/transformer", max_shard_size="200KB")
     demo.write_dataset(folder / "digits", images[:NUM_IMAGES], labels[:NUM_IMAGES])
     return Assets(folder, folder / "model", folder / "digits")
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> "Pairs":
+    """A small model of every family, and eight rows that are learnt by heart."""
+    from tests import pairs
+
+    transformer = dict(num_layers=2, num_single_layers=2, num_attention_heads=4)
+    return pairs.write(tmp_path_factory.mktemp("pairs"), transformer, autoencoder_steps=150)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ RGB = {
     "r": (220, 30, 30), "g": (30, 190, 60), "b": (40, 50, 220), "y": (230, 210, 40), "k": (20, 20, 20), "w": (235, 235, 235),
 }  # fmt: skip
 RESOLUTION = 32
+COPIES = 4  # of each row: a batch is never larger than the data
 REFERENCE_SIZES = [(64, 64), (64, 64), (96, 64), (96, 64)]  # at least 64, which FLUX.2's pipeline asks for
 
 
@@ -63,19 +64,19 @@ def write(folder: Path, transformer: dict[str, Any], autoencoder_steps: int) -> 
     shown, edited = COLORS[:4], COLORS[4:]
     pairs = Pairs(
         folder=folder,
-        prompts=[f"a {name}" for name in NAMES],
+        prompts=[" ".join([name] * 4) for name in NAMES],
         pictures=[quarters(colors, (RESOLUTION, RESOLUTION)) for colors in shown],
         references=[quarters(colors, size) for colors, size in zip(edited, REFERENCE_SIZES)],
         edits=[ImageOps.invert(quarters(colors, (RESOLUTION, RESOLUTION))) for colors in edited],
     )
     features = {"image": datasets.Image(), "text": datasets.Value("string"), "ref": datasets.Image()}
     rows = {
-        "image": [*pairs.pictures, *pairs.edits],
-        "text": [*pairs.prompts, *[EDIT] * 4],
-        "ref": [*[None] * 4, *pairs.references],
+        "image": [*pairs.pictures, *pairs.edits] * COPIES,
+        "text": [*pairs.prompts, *[EDIT] * 4] * COPIES,
+        "ref": [*[None] * 4, *pairs.references] * COPIES,
     }
     datasets.Dataset.from_dict(rows, features=datasets.Features(features)).save_to_disk(pairs.rows)
-    seen = [*rows["image"], *(image.crop((0, 0, 32, 32)) for image in pairs.references)]
+    seen = [*pairs.pictures, *pairs.edits, *(image.crop((0, 0, 32, 32)) for image in pairs.references)]
     autoencoders: dict[type, Any] = {}
     for name, small in tiny.TINY.items():
         torch.manual_seed(0)

@@ -10,10 +10,9 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import RawBatch, ReferenceRules, SampleDataset, fit, load_batches, prepare_pixels, prepare_prompts
+from ds_flux.data.images import RawBatch, ReferenceRules, SampleDataset, load_batches, prepare_pixels, prepare_prompts
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import open_source
-
 
 RULES = ReferenceRules(max_pixels=1024 * 1024, grid=16, pads_single=False)
 
@@ -145,7 +144,8 @@ def test_a_bad_image_is_named_not_skipped(tmp_path: Path, num_workers: int) -> N
     picture(tmp_path / "a.png", (255, 0, 0))
     (tmp_path / "b.png").write_bytes(b"no image")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="p", resolution=16, dataloader_num_workers=num_workers)
-    good, bad = load_batches(open_source(config), config, 0, RULES, [[(0, 0)], [(0, 1), (1, 0)]])
+    samples = SampleDataset(open_source(config), config, 0, RULES)
+    good, bad = load_batches(samples, [[(0, 0)], [(0, 1), (1, 0)]])
     assert isinstance(good, RawBatch) and good.keys == [(0, 0)]
     assert isinstance(bad, UserError) and "b.png cannot be read" in str(bad)
-    assert isinstance(SampleDataset(open_source(config), config, 0, RULES)[(1, 0)], UserError)
+    assert isinstance(samples[(1, 0)], UserError)

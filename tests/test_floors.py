@@ -27,6 +27,7 @@ FLOORS = [
     [
         "data.schedule",
         "data.sources",
+        "data.cache",
         "data.images",
         "data.shapes",
         "attention",

@@ -87,7 +87,7 @@ def test_one_step_equals_diffusers_arithmetic(assets: Assets) -> None:
     prediction = FluxPipeline._unpack_latents(prediction, 32, 32, pipeline.vae_scale_factor)
     expected = (prediction.float() - (noise - latents).float()).square().reshape(2, -1).mean(1)
 
-    raw = RawBatch(pixels, {"text_encoder": prompts, "text_encoder_2": prompts}, [(0, 0), (1, 0)])
+    raw = RawBatch((pixels,), {"text_encoder": prompts, "text_encoder_2": prompts}, [(0, 0), (1, 0)])
     batch = make_conditioner(pipeline)(raw)
     ours = denoising_loss(pipeline.transformer, FLUX1, batch, sigma, patchify(noise), {"guidance": torch.full((2,), 3.5)})
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)

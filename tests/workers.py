@@ -101,3 +101,23 @@ def ranks_fail_together() -> None:
     assert runtime.any_rank(runtime.rank() == 1) and not runtime.any_rank(False)
     first = runtime.on_each_node_first(runtime.rank, "counting")
     assert first == runtime.rank()
+
+
+def encode_prompts(argv: list[str], prompts: list[str], path: str) -> None:
+    """The text features of each prompt alone, by the sharded engine; the ranks take different prompts first."""
+    from ds_flux import assemble, config, models, runtime
+
+    settings = config.load(argv, "test", config.TrainCommand)[0]
+    conditioner = assemble.build_conditioner(settings, models.find_architecture(settings.model))
+    shift = runtime.rank()
+    turned = prompts[shift:] + prompts[:shift]
+    texts = [conditioner.encode_text({encoder: [prompt] for encoder in conditioner.encoders}) for prompt in turned]
+    engine = conditioner.encoders[conditioner.family.large_encoder.component]
+    assert all(parameter.numel() == 0 for parameter in engine.module.parameters()), "not sharded"
+    torch.save(texts[-shift:] + texts[:-shift] if shift else texts, f"{path}.{shift}")
+    runtime.barrier()
+    if runtime.rank() == 0:
+        one, other = torch.load(f"{path}.0"), torch.load(f"{path}.1")
+        for a, b in zip(one, other):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+        torch.save(one, path)

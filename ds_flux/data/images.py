@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
+from ds_flux.data.cache import LatentCache
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.sources import Source
 from ds_flux.randomness import sample_generator
@@ -26,20 +27,20 @@ Size = tuple[int, int]  # width, height
 class RawBatch:
     """A micro batch of one rank before anything is encoded."""
 
-    pixels: Tensor  # (B, 3, height, width) in [-1, 1]
+    images: tuple[Tensor, ...]  # the image, then its references: pixels (B, 3, height, width) in [-1, 1], or latents
     prompts: dict[str, list[str]]  # {text encoder: B prompts}
     keys: list[SampleKey]
-    references: tuple[Tensor, ...] = ()  # each (B, 3, h, w) in [-1, 1]
+    are_latents: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
     """One row, prepared."""
 
-    pixels: Tensor  # (3, height, width) in [-1, 1]
+    images: tuple[Tensor, ...]  # the image, then its references: pixels (3, height, width) in [-1, 1], or latents
     prompts: dict[str, str]
     key: SampleKey
-    references: tuple[Tensor, ...]  # each (3, h, w)
+    are_latents: bool
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,34 @@ class ReferenceRules:
 
 
 class SampleDataset(Dataset):
-    """{sample key: prepared sample}."""
+    """{sample key: prepared sample}.
 
-    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ReferenceRules):
-        self.source, self.config, self.seed, self.rules = source, config, seed, rules
+    Args:
+        cache: take latents from here instead of decoding images.
+    """
+
+    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ReferenceRules, cache: LatentCache | None = None):
+        self.source, self.config, self.seed, self.rules, self.cache = source, config, seed, rules, cache
 
     def __getitem__(self, key: SampleKey) -> Sample | UserError:
         """A bad row comes back as a value: an exception would lose its kind on the way out of a worker process."""
         try:
-            row = self.source[key[0]]
-            return Sample(
-                prepare_pixels(row.image, self.config, self.seed, key),
-                prepare_prompts(row.caption, self.config, self.seed, key),
-                key,
-                prepare_references(row.references, self.config, self.seed, key, self.rules),
-            )
+            images = self.cache.read(key[0]) if self.cache else self.pixels(key)
+            prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
         except (OSError, ValueError, SyntaxError, UserError) as error:
             return UserError(f"{self.source.name(key[0])} cannot be read: {' '.join(str(error).split())}")
+        images = images[:1] if drops_references(self.config, self.seed, key) else images
+        return Sample(images, prompts, key, self.cache is not None)
+
+    def pixels(self, key: SampleKey) -> tuple[Tensor, ...]:
+        """The image and all its references.
+
+        Raises:
+            OSError, ValueError, SyntaxError: one of them is no image.
+        """
+        row = self.source[key[0]]
+        image = prepare_pixels(row.image, self.config, self.seed, key)
+        return image, *prepare_references(row.references, self.config, self.seed, key, self.rules)
 
 
 def uniform(seed: int, key: SampleKey, purpose: str, num: int = 1) -> list[float]:
@@ -130,8 +142,6 @@ def prepare_references(
     images: tuple[Image.Image, ...], config: DataConfig, seed: int, key: SampleKey, rules: ReferenceRules
 ) -> tuple[Tensor, ...]:
     """Each (3, h, w) in [-1, 1], whole and of its own shape; with --augment_references cropped and flipped as the image is."""
-    if drops_references(config, seed, key):
-        return ()
     if config.augment_references:
         return tuple(prepare_pixels(image, config, seed, key) for image in images)
     return tuple(as_pixels(fit(upright(image), rules, len(images) == 1)) for image in images)
@@ -175,22 +185,14 @@ def collate(samples: list[Sample | UserError]) -> RawBatch | UserError:
     if bad is not None:
         return bad
     return RawBatch(
-        pixels=torch.stack([sample.pixels for sample in samples]),
+        images=tuple(torch.stack(images) for images in zip(*(sample.images for sample in samples), strict=True)),
         prompts={encoder: [sample.prompts[encoder] for sample in samples] for encoder in TEXT_ENCODER_DROPOUTS},
         keys=[sample.key for sample in samples],
-        references=tuple(torch.stack(images) for images in zip(*(sample.references for sample in samples), strict=True)),
+        are_latents=samples[0].are_latents,
     )
 
 
-def load_batches(
-    source: Source, config: DataConfig, seed: int, rules: ReferenceRules, micro_batches: Iterable[list[SampleKey]]
-) -> Iterator[RawBatch | UserError]:
+def load_batches(samples: SampleDataset, micro_batches: Iterable[list[SampleKey]]) -> Iterator[RawBatch | UserError]:
     """The micro batches of a schedule, prepared in --dataloader_num_workers processes."""
-    return iter(
-        DataLoader(
-            SampleDataset(source, config, seed, rules),
-            batch_sampler=micro_batches,
-            collate_fn=collate,
-            num_workers=config.dataloader_num_workers,
-        )
-    )
+    num_workers = samples.config.dataloader_num_workers
+    return iter(DataLoader(samples, batch_sampler=micro_batches, collate_fn=collate, num_workers=num_workers))

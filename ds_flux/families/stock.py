@@ -10,18 +10,16 @@ from PIL import Image
 NOT_ASKED_FOR = "prompt_upsampler"  # a step that would rewrite the prompt with another model
 
 
-def load(folder: Path, transformer: Path | None = None) -> Any:
-    """The pipeline of a model folder in fp32, perhaps with another transformer."""
-    others = (
-        {} if transformer is None else {"transformer": AutoModel.from_pretrained(str(transformer), torch_dtype=torch.float32)}
-    )
+def load(folder: Path, transformer: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The pipeline of a model folder, perhaps with another transformer."""
+    others = {} if transformer is None else {"transformer": AutoModel.from_pretrained(str(transformer), dtype=dtype)}
     if (folder / "model_index.json").exists():
-        pipeline = DiffusionPipeline.from_pretrained(folder, **others)
+        pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **others)
     else:
         blocks = ModularPipeline.from_pretrained(str(folder)).blocks
         blocks.sub_blocks.pop(NOT_ASKED_FOR)
         pipeline = blocks.init_pipeline(str(folder))
-        pipeline.load_components(torch_dtype=torch.float32)
+        pipeline.load_components(dtype=dtype)
         pipeline.update_components(**others)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -7,6 +7,7 @@ from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeli
 from PIL import Image
 
 from ds_flux import demo
+from ds_flux.families import tiny
 
 RESOLUTION, NUM_IMAGE_TOKENS, NUM_TEXT_TOKENS, NUM_IMAGES = 256, 256, 64, 64
 TRANSFORMER = dict(
@@ -20,7 +21,6 @@ def write(folder: Path) -> None:
     if (folder / "done").exists():
         return
     torch.manual_seed(0)
-    clip_tokenizer, t5_tokenizer = demo.make_clip_tokenizer(), demo.make_t5_tokenizer()
     channels = (8, 8, 8, 8)
     autoencoder = AutoencoderKL(
         block_out_channels=channels, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
@@ -30,10 +30,7 @@ def write(folder: Path) -> None:
     FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=autoencoder,
-        text_encoder=demo.make_clip(clip_tokenizer, TRANSFORMER["pooled_projection_dim"]),
-        tokenizer=clip_tokenizer,
-        text_encoder_2=demo.make_t5(t5_tokenizer, TRANSFORMER["joint_attention_dim"]),
-        tokenizer_2=t5_tokenizer,
+        **tiny.clip_and_t5(demo.WORDS, TRANSFORMER),
         transformer=FluxTransformer2DModel(**TRANSFORMER),
     ).save_pretrained(folder / "model", max_shard_size="200MB")
     (folder / "images").mkdir(exist_ok=True)
