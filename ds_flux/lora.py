@@ -1,6 +1,7 @@
 """Adapters: inject them into a frozen transformer, start them from a file, and their names in the file that others load."""
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -101,7 +102,7 @@ def start_from(transformer: nn.Module, config: LoraConfig, family: "FluxFamily")
             f"{file.path} does not fit --rank {config.rank} and --lora_layers: {differ} is {here.get(differ, 'missing')} "
             f"there and {shapes.get(differ, 'missing')} here"
         )
-    if file.alpha != config.alpha:
+    if not math.isclose(file.alpha, config.alpha, rel_tol=1e-6):  # files hold it in fp32
         raise UserError(f"{file.path} has lora_alpha {file.alpha:g}: give --lora_alpha {file.alpha:g}")
     with torch.no_grad():
         for name, tensor in file.tensors.items():

@@ -249,11 +249,15 @@ def build_text_encoder(spec: TextEncoderSpec, config: ModelConfig, ds_config: di
 
 
 def build_tokenizers(family: FluxFamily, config: ModelConfig) -> dict[str, Any]:
-    """{text encoder: its tokenizer}."""
-    return {
-        spec.component: spec.tokenizer_class.from_pretrained(component_folder(config, spec.tokenizer))
-        for spec in family.text_encoders
-    }
+    """{text encoder: its tokenizer}.  Raises UserError for one that has more tokens than its encoder."""
+    tokenizers = {}
+    for spec in family.text_encoders:
+        folder = component_folder(config, spec.tokenizer)
+        tokenizer = tokenizers[spec.component] = spec.tokenizer_class.from_pretrained(folder)
+        known = read_text_config(component_folder(config, spec.component)).vocab_size
+        if len(tokenizer) > known:
+            raise UserError(f"{folder} does not fit its {spec.component}: it has {len(tokenizer)} tokens, the encoder {known}")
+    return tokenizers
 
 
 def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:

@@ -52,11 +52,11 @@ def metrics(output_dir: Path) -> list[dict[str, float]]:
 
 def main(path: str) -> None:
     """One rank of `run_jobs`."""
-    faulthandler.dump_traceback_later(200, exit=True)
     from ds_flux import checks, config, runtime, trainer
 
     runtime.init()
     for job in json.loads(Path(path).read_text()):
+        faulthandler.dump_traceback_later(200, exit=True)
         if isinstance(job, dict):
             module, function = job["function"].split(":")
             getattr(importlib.import_module(module), function)(*job["args"])

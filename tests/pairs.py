@@ -96,10 +96,10 @@ def quarters(colors: str, size: tuple[int, int]) -> Image.Image:
 
 def nearest(image: Image.Image, others: list[Image.Image]) -> int:
     """Which of the others an image is most like."""
-    errors = [(as_tensor(image) - as_tensor(other)).square().mean() for other in others]
-    return int(torch.stack(errors).argmin())
+    return min(range(len(others)), key=lambda index: distance(image, others[index]))
 
 
-def as_tensor(image: Image.Image) -> torch.Tensor:
-    """Values in [0, 1]."""
-    return torch.tensor(list(image.tobytes())) / 255
+def distance(image: Image.Image, other: Image.Image) -> float:
+    """Root of the mean squared error of two pictures, in units of the whole range."""
+    one, two = (torch.tensor(list(picture.tobytes())) / 255 for picture in (image, other))
+    return float((one - two).square().mean().sqrt())

@@ -19,6 +19,8 @@ from ds_flux.consolidate import main as consolidate_command
 from ds_flux.lora import FILE_NAME
 from ds_flux.streaming import whole, write_files
 from tests.conftest import Assets
+from tests.distributed import metrics
+from tests.pairs import Pairs
 from tests.workers import fixed_inputs
 
 Tensors = dict[str, Tensor]
@@ -384,3 +386,22 @@ def test_a_lora_of_a_run_merged_into_its_base(assets: Assets, tmp_path: Path, ru
     done = consolidate("out", tmp_path / "run", "--merge_lora", other)
     assert (done.status, "is a Flux2Transformer2DModel, the LoRA is of a FluxTransformer2DModel" in done.errors) == (2, True)
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux3"])
+def test_a_lora_starts_from_any_spelling(pairs: Pairs, tmp_path: Path, run_main: Any, name: str) -> None:
+    """--lora_init_from a file of diffusers, and one of kohya or ComfyUI: the same next loss, and not a fresh one's."""
+    flags = dict(rank=4, learning_rate=3e-2, max_train_steps=2, deepspeed_config="ds_configs/zero0.json", train_batch_size=8)
+    done = run_main("train", *pairs.flags(name, tmp_path / "run", **flags))
+    assert done.status == 0, done.errors
+    losses = {}
+    for form in ("diffusers", "comfyui"):
+        consolidate_command([str(tmp_path / "run"), str(tmp_path / form), "--format", form, "--dtype", "fp32"])
+        (path,) = (tmp_path / form).glob("*.safetensors")
+        more = {**flags, "max_train_steps": 1, "lora_init_from": path, "seed": 5}
+        done = run_main("train", *pairs.flags(name, tmp_path / f"{form} run", **more))
+        assert done.status == 0, done.errors
+        losses[form] = metrics(tmp_path / f"{form} run")[0]["loss"]
+    done = run_main("train", *pairs.flags(name, tmp_path / "fresh", **{**flags, "max_train_steps": 1, "seed": 5}))
+    assert losses["comfyui"] == pytest.approx(losses["diffusers"], rel=1e-6)
+    assert abs(metrics(tmp_path / "fresh")[0]["loss"] - losses["diffusers"]) > 1e-3

@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from ds_flux.consolidate import consolidate
+from ds_flux.families import tiny
 from tests.conftest import Assets
 from tests.distributed import metrics, run_jobs
+from tests.pairs import Pairs
 
 SCRATCH = {"from_scratch": "true", "transformer_config": "{model}/transformer/config.json"}
 LORA = {"rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
@@ -92,3 +94,52 @@ def test_same_weights_out_of_any_number_of_ranks(folder: Path, tmp_path: Path, n
     assert weights[name].keys() == weights["full"].keys()
     for key, value in weights["full"].items():
         torch.testing.assert_close(weights[name][key], value, rtol=1e-4, atol=2e-5)
+
+
+# every family, on rows with and without references of two shapes, with dropout of prompts and references
+FAMILY_KINDS: dict[str, dict[str, object]] = {"full": {"learning_rate": 1e-3}, "LoRA": LORA}
+FAMILY_CASES = {
+    f"{family}, {kind}, {way}": (family, kind, stage, offload)
+    for family in tiny.TINY
+    if family != "flux1"
+    for kind in FAMILY_KINDS
+    for way, stage, offload in [("stage 3 with offload", 3, True), ("stage 2", 2, False)]
+    if stage == 3 or kind == "full"
+}
+
+
+def family_job(
+    pairs: Pairs, assets: Assets, output_dir: Path, family: str, kind: str, stage: int, offload: bool, **flags: object
+) -> list[str]:
+    """Four steps of eight images."""
+    return pairs.flags(
+        family, output_dir, deepspeed_config=assets.ds_config(stage, offload), max_train_steps=4,
+        proportion_empty_prompts=0.2, reference_dropout=0.3, augment_references="false", checkpointing_steps=100,
+        text_encoder_deepspeed_config=assets.ds_config(3), **{**flags, **FAMILY_KINDS[kind]},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family_folder(pairs: Pairs, assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process at stage 0 with the text encoder whole; two processes in each other way."""
+    folder = tmp_path_factory.mktemp("family parity")
+    whole = dict(train_batch_size=8, shard_text_encoder="false")
+    kinds = [(family, kind) for family in tiny.TINY if family != "flux1" for kind in FAMILY_KINDS]
+    run_jobs(
+        1,
+        [family_job(pairs, assets, folder / f"{family}, {kind}", family, kind, 0, False, **whole) for family, kind in kinds],
+        folder,
+    )
+    jobs = [family_job(pairs, assets, folder / name, *case, train_batch_size=4) for name, case in FAMILY_CASES.items()]
+    run_jobs(2, jobs, folder)
+    return folder
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_every_family_is_the_same_on_two_processes(family_folder: Path, name: str) -> None:
+    family, kind, *_ = FAMILY_CASES[name]
+    expected, got = metrics(family_folder / f"{family}, {kind}"), metrics(family_folder / name)
+    assert len(got) == len({row["loss"] for row in got}) == 4
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in got] == pytest.approx([row[key] for row in expected], rel=2e-5), key

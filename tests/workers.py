@@ -121,3 +121,10 @@ def encode_prompts(argv: list[str], prompts: list[str], path: str) -> None:
         for a, b in zip(one, other):
             assert all(torch.equal(a[name], b[name]) for name in a)
         torch.save(one, path)
+
+
+def sample(argv: list[str]) -> None:
+    """`ds-flux sample` in the group that is there."""
+    from ds_flux import config, sampler
+
+    sampler.sample(*config.load(argv, "test", config.SampleCommand))
