@@ -32,7 +32,7 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
     with runtime.together("looking for the model"):
         architecture = models.find_architecture(config.model)
         check_guidance(command, architecture, config)
-        grid = models.pixels_per_token(config.model)
+        height, width = size_of(command, config.data.resolution, models.pixels_per_token(config.model), references)
         lora_config = lora.config_of_file(Path(command.lora), architecture.family) if command.lora else LoraConfig()
     components, conditioner = build(config, architecture, lora_config)
     with runtime.together("preparing the samples"):
@@ -47,15 +47,18 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
             text=conditioner.encode_text(text),
             null_text=null_text,
             references=references,
-            height=size_of(command.height, config.data.resolution, grid, references),
-            width=size_of(command.width, config.data.resolution, grid, references),
+            height=height,
+            width=width,
             num_inference_steps=command.num_inference_steps,
             guidance_scale=command.sample_guidance_scale,
             is_distilled=models.is_distilled(architecture, config.model),
             generator=sample_generator(config.run.seed, number, 0, "noise"),
             show_progress=runtime.rank() == 0,
         )
-        image = architecture.family.sample(components, request)
+        try:
+            image = architecture.family.sample(components, request)
+        except ValueError as error:  # what the pipeline checks: the same on every rank, for all have the same request
+            raise UserError(f"the pipeline refuses: {' '.join(str(error).split())}") from None
         if number < len(prompts):
             written.append(Path(command.sample_dir) / f"{number:04d}.png")
             image.save(written[-1])
@@ -96,14 +99,13 @@ def open_references(command: SampleCommand, max_pixels: int) -> list[Image.Image
     return references
 
 
-def size_of(asked: int | None, resolution: int, grid: int, references: list[Image.Image]) -> int | None:
-    """Height or width in pixels; None: that of the reference, by the pipeline's own rule.  Raises UserError."""
-    if asked is None and references:
-        return None
-    size = asked or resolution
-    if size % grid or size < grid:
-        raise UserError(f"--height and --width must be multiples of {grid} for this model, got {size}")
-    return size
+def size_of(command: SampleCommand, resolution: int, grid: int, references: list[Image.Image]) -> tuple[int | None, int | None]:
+    """Height and width in pixels; None: that of the reference, by the pipeline's own rule.  Raises UserError."""
+    default = None if references else resolution
+    height, width = command.height or default, command.width or default
+    if any(size is not None and (size % grid or size < grid) for size in (height, width)):
+        raise UserError(f"--height {height} and --width {width} must be multiples of {grid} for this model")
+    return height, width
 
 
 def build(config: Config, architecture: models.Architecture, lora_config: LoraConfig) -> tuple[dict[str, Any], LiveConditioner]:

@@ -9,6 +9,7 @@ import yaml
 
 from ds_flux import checks, config
 from ds_flux.config import OptimConfig, TrainCommand, TrainConfig
+from ds_flux.families import tiny
 from ds_flux.zero import ds_config
 from ds_flux.zero.ds_config import ModelSize
 from tests.conftest import Assets, Done
@@ -97,3 +98,18 @@ def test_dry_run_says_what_would_run(assets: Assets, tmp_path: Path, run_main: C
     assert "6,144 parameters in 36 tensors of FluxTransformer2DModel (94,288 parameters)" in done.output
     assert "6 optimizer steps of 4 images" in done.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", tiny.TINY)
+def test_demo_writes_a_model_that_trains(tmp_path: Path, run_main: Callable[..., Done], family: str) -> None:
+    done = run_main("demo", "--family", family, "--output_dir", tmp_path / "demo", "--autoencoder_steps", 2)
+    assert done.status == 0, done.errors
+    done = run_main("train", "--config", tmp_path / "demo/run.yaml", "--dry_run")
+    assert done.status == 0, done.errors
+    assert "700 optimizer steps of 32 images on 1 processes; 1797 images in 1 shape" in done.output
+
+
+def test_demo_of_an_unknown_family(tmp_path: Path, run_main: Callable[..., Done]) -> None:
+    done = run_main("demo", "--family", "flux4", "--output_dir", tmp_path / "demo")
+    assert (done.status, "unknown --family: flux4; the nearest known one is flux" in done.errors) == (2, True)
+    assert not (tmp_path / "demo").exists()

@@ -153,6 +153,7 @@ def test_a_run_is_not_written_over(assets: Assets, tmp_path: Path, run_main: Run
         ([], "--prompt is missing"),
         (["--prompt", "a", "--height", "33"], "--height 33 and --width"),
         (["--prompt", "a", "--num_inference_steps", "0"], "--num_inference_steps 0 must be 1 or more"),
+        (["--prompt", "a", "--image", "./nowhere.png"], "--image ./nowhere.png cannot be read"),
         (["--prompt", "a", "--lora", "./nowhere"], "LoRA nowhere: no such file"),
         (["--prompt", "a", "--transformer", "./nowhere"], "--transformer_path nowhere: no such folder"),
     ],

@@ -1,5 +1,7 @@
 """Every family: text features, one step's loss and positions by the pipelines' own arithmetic; what is not loaded; refusals."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from diffusers.modular_pipelines.flux3.encoders import Flux3VaeEncoderStep
 from diffusers.modular_pipelines.flux3.image_processor import Flux3ImageProcessor
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_flux import config, models
@@ -21,8 +24,11 @@ from ds_flux.families import stock, tiny
 from ds_flux.families.flux3 import FLUX3
 from ds_flux.latents import Batch, patchify
 from ds_flux.objective import Objective
+from ds_flux.zero.weights import SafetensorsFolder
+from tests.conftest import Done
 from tests.distributed import run_jobs
-from tests.pairs import Pairs
+from tests.pairs import WORDS, Pairs
+from tests.test_errors import one_line
 
 NAMES = list(tiny.TINY)
 flux2_text_ids = Flux2Pipeline._prepare_text_ids
@@ -222,3 +228,50 @@ def test_references_are_cropped_as_flux2_does(size: tuple[int, int]) -> None:
     rules = ReferenceRules(1024 * 1024, grid=16, pads_single=False)
     assert rules.final(image.size, True) == (width, height)
     torch.testing.assert_close(as_pixels(fit(image, rules, True)), expected, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sampling, and what is loaded
+
+
+@pytest.mark.parametrize("name", ["flux3", "flux2-klein"])
+def test_step_distilled_models_are_sampled_without_guidance(tmp_path: Path, run_main: Callable[..., Done], name: str) -> None:
+    """FLUX.3's flow map, klein's `is_distilled`."""
+    model = tmp_path / "model"
+    tiny.write(name, model, None, 0, WORDS, {"flow_map": True} if name == "flux3" else {})
+    if name == "flux2-klein":
+        index = json.loads((model / "model_index.json").read_text())
+        (model / "model_index.json").write_text(json.dumps({**index, "is_distilled": True}))
+    arguments = ["--pretrained_model_name_or_path", model, "--mixed_precision", "no", "--prompt", "a cat", "--resolution", 32]
+    arguments += ["--max_sequence_length", 80, "--num_inference_steps", 2, "--sample_dir", tmp_path / "samples"]
+    done = run_main("sample", *arguments)
+    assert done.status == 0, done.errors
+    assert Image.open(tmp_path / "samples/0000.png").size == (32, 32)
+    one_line(run_main("sample", *arguments, "--sample_guidance_scale", 2), "this model is distilled to sample without")
+
+
+@pytest.mark.parametrize("name, message", [("kontext", "takes one reference image, got 2"), ("flux2", "Image too small")])
+def test_what_a_pipeline_refuses_is_one_line(
+    pairs: Pairs, tmp_path: Path, run_main: Callable[..., Done], name: str, message: str
+) -> None:
+    for number in (0, 1):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
+    arguments = ["--pretrained_model_name_or_path", pairs.model(name), "--mixed_precision", "no", "--prompt", "a cat"]
+    arguments += ["--image", f"{tmp_path / '0.png'},{tmp_path / '1.png'}", "--max_sequence_length", 48]
+    one_line(run_main("sample", *arguments, "--sample_dir", tmp_path / "samples"), message)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "model.", ""])
+def test_a_language_model_is_found_under_any_prefix(tmp_path: Path, prefix: str) -> None:
+    """transformers has stored Mistral-3 and Qwen3-VL under several."""
+    inside = {"embed_tokens.weight": 1.0, "layers.0.w.weight": 2.0, "layers.1.w.weight": 3.0, "norm.weight": 4.0}
+    tensors = {prefix + name: torch.full((2, 2), value) for name, value in inside.items()}
+    others = {"lm_head.weight": torch.zeros(2, 2), "model.visual.layers.0.w.weight": torch.zeros(2, 2)}
+    save_file({**tensors, **others}, tmp_path / "model.safetensors")
+    stored = SafetensorsFolder(tmp_path, "model")
+    part = stored.part(["embed_tokens.weight", "layers.0.w.weight"])
+    assert set(part.shapes()) == {"embed_tokens.weight", "layers.0.w.weight"}
+    assert (stored.num_bytes, part.num_bytes) == (6 * 16, 2 * 16)
+    out = torch.empty(4)
+    part.read("layers.0.w.weight", (2, 2), 0, out)
+    assert out.tolist() == [2.0] * 4

@@ -106,6 +106,19 @@ def test_no_family_is_named_outside_families() -> None:
             assert not re.search(r"\bflux[123]\b|\bklein\b|\bkontext\b", path.read_text(), re.IGNORECASE), name
 
 
+def test_nothing_is_decided_by_family_outside_families() -> None:
+    """What differs is in the record: no comparison looks at which family it is."""
+    for name, path in MODULES.items():
+        if not name.startswith("families"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+                words = [ast.unparse(operand) for operand in operands]
+                assert not [word for word in words if re.search(r"\bfamily(\.name|\.transformer_class.*)?$", word)], (
+                    name,
+                    words,
+                )
+
+
 def test_size_of_functions_and_files() -> None:
     for name, path in MODULES.items():
         text = path.read_text()

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
+from ds_flux import UserError
 from ds_flux.families.spec import FluxFamily, SampleRequest, TextEncoderSpec
 from ds_flux.latents import Positions
 
@@ -80,6 +81,8 @@ def sample(components: dict[str, Any], request: SampleRequest) -> Image.Image:
         arguments["guidance_scale"] = request.guidance_scale
     if not request.references:
         pipeline = FluxPipeline(**components, **bare)
+    elif len(request.references) > 1:
+        raise UserError(f"the stock pipeline of this model takes one reference image, got {len(request.references)}")
     else:
         pipeline = FluxKontextPipeline(**components, **bare)
         # the pipeline would move every size to about a megapixel
