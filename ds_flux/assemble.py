@@ -77,7 +77,7 @@ def make_schedule(config: Config, architecture: models.Architecture, num_samples
         gradient_accumulation_steps=config.train.gradient_accumulation_steps,
         world_size=runtime.env_world_size(),
         rank=runtime.env_rank(),
-        shape_of=shape_of if shapes.references or shapes.windows else one_shape,
+        shape_of=one_shape if shapes.are_one else shape_of,
     )
 
 

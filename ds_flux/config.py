@@ -101,7 +101,8 @@ class DataConfig:
     cond_image_column: str | list[str] | None = None
     """column with the reference image of each row, for editing; several: a,b or a list.  A row may have fewer"""
     reference_max_pixels: int = 1024 * 1024
-    """a reference with more pixels is scaled down to this many; its shape stays its own"""
+    """a reference with more pixels is scaled down to this many; its shape stays its own.  The pipelines do the same at this
+    default, but one for a single reference that they keep whole: they allow four times as many"""
     reference_dropout: float = 0.0
     """share of samples that are trained without their references"""
     augment_references: bool = False

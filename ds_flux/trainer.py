@@ -18,6 +18,7 @@ from ds_flux.config import Config
 from ds_flux.data.cache import LatentCache
 from ds_flux.data.images import RawBatch, SampleDataset, load_batches
 from ds_flux.data.schedule import Schedule
+from ds_flux.data.shapes import Shapes
 from ds_flux.data.sources import open_source
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
@@ -60,7 +61,7 @@ def setup(config: Config) -> Run:
     shapes = runtime.on_main(lambda: assemble.look_at_samples(config, architecture, source), "looking at the samples")
     schedule = assemble.make_schedule(config, architecture, len(source), shapes)
     last_step = assemble.num_steps(config, len(source), schedule.global_batch_size)
-    manifest = describe(config, architecture, ds_config, schedule)
+    manifest = describe(config, architecture, ds_config, schedule, shapes)
     resume_folder = find_resume(config, manifest)
 
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
@@ -125,7 +126,9 @@ def guidance_scale(config: Config, architecture: models.Architecture) -> float |
     return 3.5 if config.flow.guidance_scale is None else config.flow.guidance_scale
 
 
-def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule) -> Manifest:
+def describe(
+    config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule, shapes: Shapes
+) -> Manifest:
     """The manifest of this run at step 0."""
     adapter = None
     if config.lora.rank is not None:
@@ -146,6 +149,7 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
             "seed": config.run.seed,
             "num_samples": schedule.num_samples,
             "global_batch_size": schedule.global_batch_size,
+            "shapes": shapes.digest(config.data),
         },
     )
 

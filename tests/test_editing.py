@@ -185,6 +185,22 @@ def test_windows_follow_the_prompt_and_its_dropout() -> None:
     assert {found[(0, visit)] for visit in range(20)} == {80}
 
 
+def test_prompts_of_different_windows_train_in_turn(pairs: Pairs, tmp_path: Path, run_main: Callable[..., Done]) -> None:
+    """Windows of 80 and 160 tokens and references of two shapes, dropped now and then: every batch can be stacked."""
+    texts = ["a cat", "dog " * 120] * 4
+    columns = dict(image=[picture(40, 40)] * 8, text=texts, ref=[picture(64, 64), picture(64, 64), picture(96, 64), None] * 2)
+    flags = dict(dataset_name=table(tmp_path / "rows", **columns), max_sequence_length=None, max_train_steps=5)
+    flags |= dict(train_batch_size=2, proportion_empty_prompts=0.3, reference_dropout=0.3, mixed_precision="bf16")
+    done = run_main("train", *pairs.flags("flux3", tmp_path / "run", **flags), "--dry_run")
+    assert "8 images in " in done.output and " shapes" in done.output
+    done = run_main("train", *pairs.flags("flux3", tmp_path / "run", **flags))
+    assert done.status == 0, done.errors
+    assert all(row["loss"] > 0.1 for row in metrics(tmp_path / "run"))
+    more = {**flags, "max_train_steps": 6, "resume_from_checkpoint": "latest", "reference_dropout": 0.4}
+    done = run_main("train", *pairs.flags("flux3", tmp_path / "run", **more))
+    assert (done.status, "the order of samples is not the one it had" in done.errors) == (0, True)
+
+
 def test_reference_dropout_is_the_samples_own(tmp_path: Path) -> None:
     columns = dict(image=[picture(40, 40)] * 2, text=["a"] * 2, ref=[picture(64, 64)] * 2)
     config = config_of(table(tmp_path / "rows", **columns), cond_image_column="ref", reference_dropout=0.5)

@@ -107,6 +107,11 @@ def uniform(seed: int, key: SampleKey, purpose: str, num: int = 1) -> list[float
     return torch.rand(num, generator=sample_generator(seed, *key, purpose)).tolist()
 
 
+def happens(rate: float, seed: int, key: SampleKey, purpose: str) -> bool:
+    """Whether something that happens to a share of all samples happens to this one; draws nothing where it never does."""
+    return rate > 0 and uniform(seed, key, purpose)[0] < rate
+
+
 def upright(image: Image.Image) -> Image.Image:
     """Turned as the camera says, in RGB."""
     return ImageOps.exif_transpose(image).convert("RGB")
@@ -163,15 +168,14 @@ def fit(image: Image.Image, rules: ReferenceRules, is_single: bool) -> Image.Ima
 
 def drops_references(config: DataConfig, seed: int, key: SampleKey) -> bool:
     """Whether --reference_dropout takes the references of this sample away."""
-    return uniform(seed, key, "reference dropout")[0] < config.reference_dropout
+    return happens(config.reference_dropout, seed, key, "reference dropout")
 
 
 def drops_prompt(config: DataConfig, seed: int, key: SampleKey, encoder: str) -> bool:
     """Whether the prompt of this sample is emptied, for all encoders at once or for this one alone."""
-    if uniform(seed, key, "prompt dropout")[0] < config.proportion_empty_prompts:
-        return True
     flag = TEXT_ENCODER_DROPOUTS[encoder]
-    return uniform(seed, key, flag)[0] < vars(config)[flag]
+    rates = {"prompt dropout": config.proportion_empty_prompts, flag: vars(config)[flag]}
+    return any(happens(rate, seed, key, purpose) for purpose, rate in rates.items())
 
 
 def prepare_prompts(caption: str, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:

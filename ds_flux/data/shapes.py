@@ -1,5 +1,6 @@
 """What must be equal within a batch: the sizes of a sample's references, and the window its prompt fills."""
 
+import hashlib
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -25,6 +26,19 @@ class Shapes:
     """text tokens of each sample, padding included; empty: all have the same"""
     null_window: int
     """of the empty prompt"""
+
+    @property
+    def are_one(self) -> bool:
+        """Whether every sample fits beside every other."""
+        return not self.references and not self.windows
+
+    def digest(self, config: DataConfig) -> str | None:
+        """What the order of samples follows from beside the seed; None where it does not depend on shapes."""
+        if self.are_one:
+            return None
+        rates = [config.reference_dropout, config.proportion_empty_prompts, config.text_encoder_dropout]
+        facts = repr((self.references, self.windows, self.null_window, rates))
+        return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def of(self, key: SampleKey, config: DataConfig, seed: int, encoder: str) -> Hashable:
         """The shape of one visit."""
