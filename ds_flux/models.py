@@ -66,10 +66,8 @@ def component_folder(config: ModelConfig, component: str) -> Path:
 
 def components(family: FluxFamily) -> list[str]:
     """The subfolders a run needs beside the transformer."""
-    return [part for spec in family.text_encoders for part in (spec.component, spec.tokenizer)] + [
-        "vae",
-        *(["scheduler"] if family.scheduler_config is None else []),
-    ]
+    text = [part for spec in family.text_encoders for part in (spec.component, spec.tokenizer)]
+    return [*text, "vae", *(["scheduler"] if family.scheduler_config is None else [])]
 
 
 def has_files(folder: Path) -> bool:
@@ -80,7 +78,12 @@ def has_files(folder: Path) -> bool:
 def download(repo_id: str, component: str, config: ModelConfig) -> Path:
     """Fetch one component of a hub id into the cache."""
     weights = f"*.{config.variant}*.safetensors" if config.variant else "*.safetensors"
-    patterns = [f"{component}/{pattern}" for pattern in ("*.json", "*.txt", "*.model", weights)]
+    patterns = [f"{component}/{pattern}" for pattern in ("*.json", "*.txt", "*.model", "*.jinja", weights)]
+    return fetch(repo_id, patterns, config)
+
+
+def fetch(repo_id: str, patterns: list[str], config: ModelConfig) -> Path:
+    """The local copy of a hub id, with these files in it.  Raises UserError."""
     try:
         return Path(snapshot_download(repo_id, revision=config.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
@@ -275,7 +278,8 @@ def pixels_per_token(config: ModelConfig) -> int:
 
 def is_distilled(architecture: Architecture, config: ModelConfig) -> bool:
     """Whether the model is made to be sampled in few steps without classifier-free guidance."""
-    index = Path(str(config.pretrained_model_name_or_path)).expanduser() / "model_index.json"
+    root = Path(str(config.pretrained_model_name_or_path)).expanduser()
+    index = (root if root.is_dir() else fetch(str(root), ["model_index.json"], config)) / "model_index.json"
     return architecture.is_flow_map or (index.is_file() and bool(read_config(index).get("is_distilled")))
 
 
