@@ -25,13 +25,15 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         UserError: nothing to show, a size the model cannot have, or a reference that is no image.
     """
     prompts = check(command)
-    references = open_references(command, config.data.reference_max_pixels)
     if command.transformer:
         config = replace(config, model=replace(config.model, transformer_path=command.transformer))
     runtime.init()
     with runtime.together("looking for the model"):
+        references = open_references(command, config.data.reference_max_pixels)
         architecture = models.find_architecture(config.model)
-        check_guidance(command, architecture, config)
+        is_distilled = models.is_distilled(architecture, config.model)
+        if command.sample_guidance_scale is not None and is_distilled and not architecture.has_guidance:
+            raise UserError("--sample_guidance_scale has no effect: this model is distilled to sample without; leave it out")
         height, width = size_of(command, config.data.resolution, models.pixels_per_token(config.model), references)
         lora_config = lora.config_of_file(Path(command.lora), architecture.family) if command.lora else LoraConfig()
     components, conditioner = build(config, architecture, lora_config)
@@ -51,7 +53,7 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
             width=width,
             num_inference_steps=command.num_inference_steps,
             guidance_scale=command.sample_guidance_scale,
-            is_distilled=models.is_distilled(architecture, config.model),
+            is_distilled=is_distilled,
             generator=sample_generator(config.run.seed, number, 0, "noise"),
             show_progress=runtime.rank() == 0,
         )
@@ -76,14 +78,6 @@ def check(command: SampleCommand) -> list[str]:
         if vars(command)[name] < 1:
             raise UserError(f"--{name} {vars(command)[name]} must be 1 or more")
     return [prompt for prompt in prompts for _ in range(command.num_images_per_prompt)]
-
-
-def check_guidance(command: SampleCommand, architecture: models.Architecture, config: Config) -> None:
-    """A guidance that the model has no use for.  Raises UserError."""
-    if command.sample_guidance_scale is None or architecture.has_guidance:
-        return
-    if models.is_distilled(architecture, config.model):
-        raise UserError("--sample_guidance_scale has no effect: this model is distilled to sample without; leave it out")
 
 
 def open_references(command: SampleCommand, max_pixels: int) -> list[Image.Image]:
