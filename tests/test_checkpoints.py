@@ -110,7 +110,7 @@ def test_the_stock_pipeline_loads_the_lora(assets: Assets, folder: Path, tmp_pat
     settings, _ = config.load(arguments, "test", config.SampleCommand)
     runtime.init()
     architecture = models.find_architecture(settings.model)
-    ours = assemble.build_frozen_transformer(settings, architecture, lora.config_of_file(tmp_path / "out"))
+    ours = assemble.build_frozen_transformer(settings, architecture, lora.config_of_file(tmp_path / "out", architecture.family))
     with torch.no_grad():
         torch.testing.assert_close(ours(**fixed_inputs(), return_dict=False)[0], expected, rtol=1e-5, atol=1e-5)
 

@@ -18,10 +18,10 @@ from tests.pairs import Pairs
 PUBLISHED = Path(__file__).with_name("published")
 # recipe: (sizes, tokenizers, what the dry run must say)
 RECIPES = {
-    "flux1-dev-full": ("flux1-dev", "flux1", ["11,901,408,320 parameters in 780 tensors of FluxTransformer2DModel"]),
-    "flux1-dev-lora": ("flux1-dev", "flux1", ["on 418 layers", "transformer_blocks.{0..18}.attn.to_q"]),
-    "flux1-schnell-pretrain": ("flux1-schnell", "flux1", ["11,891,178,560 parameters in 776 tensors"]),
-    "flux1-kontext-lora": ("flux1-kontext", "kontext", ["on 418 layers", "4 images in 2 shapes"]),
+    "flux1-dev-full": ("flux1-dev", "flux1", ["11,901,408,320 parameters in 1160 tensors of FluxTransformer2DModel"]),
+    "flux1-dev-lora": ("flux1-dev", "flux1", ["on 342 layers", "transformer_blocks.{0..18}.attn.to_q"]),
+    "flux1-schnell-pretrain": ("flux1-schnell", "flux1", ["11,891,178,560 parameters in 1156 tensors"]),
+    "flux1-kontext-lora": ("flux1-kontext", "kontext", ["on 342 layers", "4 images in 2 shapes"]),
     "flux2-dev-edit-lora": (
         "flux2-dev",
         "flux2",
