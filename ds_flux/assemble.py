@@ -1,6 +1,7 @@
 """The parts of a run from its settings: schedules, DeepSpeed configs, frozen models in their engines."""
 
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,10 @@ from diffusers.optimization import get_scheduler
 from ds_flux import UserError, models, runtime
 from ds_flux.conditioning import LiveConditioner
 from ds_flux.config import Config, LoraConfig
-from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ReferenceRules
+from ds_flux.data.buckets import make_buckets
+from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ImageRules, ReferenceRules
 from ds_flux.data.schedule import Schedule, one_shape
-from ds_flux.data.shapes import Shapes, caption_lengths, reference_sizes, window_of
+from ds_flux.data.shapes import Shapes, caption_lengths, look_at_sizes, window_of
 from ds_flux.data.sources import Source
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
@@ -35,17 +37,18 @@ def text_length(config: Config, architecture: models.Architecture) -> int:
     return config.model.max_sequence_length or architecture.family.text_length(architecture.config)
 
 
-def reference_rules(config: Config, architecture: models.Architecture) -> ReferenceRules:
-    """How large the references of this model are."""
+def image_rules(config: Config, architecture: models.Architecture) -> ImageRules:
+    """How large images and references are for this model."""
     grid = models.pixels_per_token(config.model)
-    return ReferenceRules(config.data.reference_max_pixels, grid, architecture.family.pads_single_reference)
+    references = ReferenceRules(config.data.reference_max_pixels, grid, architecture.family.pads_single_reference)
+    return ImageRules(make_buckets(config.data, grid), references)
 
 
-def look_at_samples(config: Config, architecture: models.Architecture, source: Source) -> Shapes:
+def look_at_samples(config: Config, architecture: models.Architecture, source: Source, rules: ImageRules) -> Shapes:
     """The shapes that batches are made by; and tells of captions that are too long.  Reads headers and captions.
 
     Raises:
-        UserError: a reference that cannot be read.
+        UserError: an image whose size matters cannot be read.
     """
     family, longest = architecture.family, text_length(config, architecture)
     tokenizers = models.build_tokenizers(family, config.model)
@@ -57,19 +60,19 @@ def look_at_samples(config: Config, architecture: models.Architecture, source: S
             f"{len(too_long)} of {len(lengths)} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
             "and are cut there; see --max_sequence_length"
         )
-    sizes = []
-    if config.data.cond_image_column is not None:
-        sizes = reference_sizes(source, config.data, reference_rules(config, architecture))
-    if family.text_window is None:
-        return Shapes(sizes, [], 0)
-    windows = [window_of(length, family.text_window, longest) for length in lengths]
-    return Shapes(sizes, windows, window_of(count([""])[0], family.text_window, longest))
+    images, references = look_at_sizes(source, config.data, rules)
+    windows, null_window = [], 0
+    if family.text_window is not None:
+        windows = [window_of(length, family.text_window, longest) for length in lengths]
+        null_window = window_of(count([""])[0], family.text_window, longest)
+    return Shapes(rules.buckets, images, references, windows, null_window)
 
 
 def make_schedule(config: Config, architecture: models.Architecture, num_samples: int, shapes: Shapes) -> Schedule:
     """The data schedule of this rank."""
     component = architecture.family.large_encoder.component
     shape_of = partial(shapes.of, config=config.data, seed=config.run.seed, encoder=component)
+    tokens, grid = config.train.tokens_per_batch, models.pixels_per_token(config.model)
     return Schedule(
         num_samples=num_samples,
         seed=config.run.seed,
@@ -77,13 +80,38 @@ def make_schedule(config: Config, architecture: models.Architecture, num_samples
         gradient_accumulation_steps=config.train.gradient_accumulation_steps,
         world_size=runtime.env_world_size(),
         rank=runtime.env_rank(),
-        shape_of=one_shape if shapes.are_one else shape_of,
+        shape_of=one_shape if shapes.are_one and tokens is None else shape_of,
+        micro_batch_size_of=None if tokens is None else lambda shape: max(1, tokens // shape.num_tokens(grid)),
     )
 
 
-def num_steps(config: Config, num_samples: int, global_batch_size: int) -> int:
+def counts_of_shapes(schedule: Schedule) -> Counter[Any]:
+    """{shape: samples that have it at their first visit}."""
+    return Counter(schedule.shape_of((sample, 0)) for sample in range(schedule.num_samples))
+
+
+def num_steps(config: Config, schedule: Schedule, counts: Counter[Any]) -> int:
     """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
-    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * num_samples / global_batch_size)
+    per_epoch = sum(count / schedule.size_of(shape) for shape, count in counts.items())
+    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * per_epoch - 1e-9)
+
+
+def name_rare_shapes(schedule: Schedule, counts: Counter[Any], last_step: int) -> None:
+    """Tell of shapes whose samples are too few to fill one step of this run: they wait, and are not trained on."""
+    num_epochs = last_step / sum(count / schedule.size_of(shape) for shape, count in counts.items())
+    rare = {shape: count for shape, count in counts.items() if count * math.ceil(num_epochs) < schedule.size_of(shape)}
+    for shape, count in rare.items():
+        runtime.log(
+            f"{count} of {schedule.num_samples} samples have the shape {described(shape)}: a step takes "
+            f"{schedule.size_of(shape)}, so this run never trains on them"
+        )
+
+
+def described(shape: Any) -> str:
+    """In words."""
+    references = "".join(f", reference {width}x{height}" for width, height in shape.references)
+    window = f", {shape.window} text tokens" if shape.window else ""
+    return f"{shape.image[0]}x{shape.image[1]}{references}{window}"
 
 
 def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:

@@ -15,7 +15,7 @@ def check(config: Config) -> None:
         "checkpointing_steps",
         "reference_max_pixels",
     )
-    optional = ("max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
+    optional = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
     flat = config.flat()
     rules = [
         (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
@@ -48,7 +48,26 @@ def check(config: Config) -> None:
             data.cond_image_column is not None and data.random_flip and not data.augment_references,
             "--random_flip would mirror the image and not its references: add --augment_references, or leave it out",
         ),
-        (data.resolution % 16 != 0 or data.resolution < 16, f"--resolution {data.resolution} is not a multiple of 16"),
+        (
+            any(resolution % 16 != 0 or resolution < 16 for resolution in data.resolutions) or not data.resolutions,
+            f"--resolution {data.resolution} is not a multiple of 16",
+        ),
+        (
+            data.aspect_ratio_buckets is not None and not data.use_aspect_ratio_buckets,
+            "--aspect_ratio_buckets needs --use_aspect_ratio_buckets",
+        ),
+        (
+            data.aspect_ratio_buckets is not None and len(data.resolutions) > 1,
+            "--aspect_ratio_buckets says all sizes itself: give one --resolution",
+        ),
+        (
+            data.cache_latents and len(data.resolutions) > 1,
+            "--cache_latents keeps one size of each image: give one --resolution",
+        ),
+        (
+            config.train.tokens_per_batch is not None and config.train.train_batch_size != 1,
+            "--tokens_per_batch and --train_batch_size contradict each other: give one",
+        ),
         (
             lora.rank is None and lora != LoraConfig(),
             "LoRA flags without --rank have no effect: give --rank, or leave them out",

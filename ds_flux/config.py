@@ -113,8 +113,13 @@ class DataConfig:
     """folder of images, each with its caption in a .txt file of the same name, or --instance_prompt"""
     instance_prompt: str | None = None
     """caption of every image that has none of its own"""
-    resolution: int = 512
-    """images are scaled and cropped to this many pixels square; a multiple of 16"""
+    resolution: int | list[int] = 512
+    """images are scaled and cropped to this many pixels square, a multiple of 16; of several, [512, 768], each visit of a
+    sample draws one that the image is large enough for"""
+    use_aspect_ratio_buckets: bool = False
+    """scale and crop to the nearest of eleven shapes between 1:2 and 2:1, each at most as large as the square"""
+    aspect_ratio_buckets: str | None = None
+    """the shapes themselves: height,width;height,width;..."""
     center_crop: bool = False
     """crop the centre; off: a random place"""
     random_flip: bool = False
@@ -129,6 +134,11 @@ class DataConfig:
     """encode every image once, before the first step, into the run's folder, and let the autoencoder go"""
     dataloader_num_workers: int = 0
     """processes that decode images; 0: the training process itself"""
+
+    @property
+    def resolutions(self) -> list[int]:
+        """One or several."""
+        return self.resolution if isinstance(self.resolution, list) else [self.resolution]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +193,8 @@ class TrainConfig:
 
     train_batch_size: int = 1
     """images per process and micro step"""
+    tokens_per_batch: int | None = None
+    """instead: image tokens per process and micro step, references included, so that smaller images come in larger batches"""
     gradient_accumulation_steps: int = 1
     """micro steps per optimizer step"""
     max_train_steps: int | None = None

@@ -48,11 +48,16 @@ def what_trains(config: Config, architecture: models.Architecture, transformer: 
 def on_what(config: Config, architecture: models.Architecture) -> str:
     """Steps, images, and the batches' shapes."""
     source = open_source(config.data)
-    shapes = assemble.look_at_samples(config, architecture, source)
+    shapes = assemble.look_at_samples(config, architecture, source, assemble.image_rules(config, architecture))
     schedule = assemble.make_schedule(config, architecture, len(source), shapes)
-    kinds = {schedule.shape_of((sample, 0)) for sample in range(len(source))}
-    return (
-        f"{assemble.num_steps(config, len(source), schedule.global_batch_size)} optimizer steps of "
-        f"{schedule.global_batch_size} images on {schedule.world_size} processes; {len(source)} images in "
-        f"{len(kinds)} {'shape' if len(kinds) == 1 else 'shapes'}"
-    )
+    counts = assemble.counts_of_shapes(schedule)
+    sizes = sorted({schedule.size_of(shape) for shape in counts})
+    per_step = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    lines = [
+        f"{assemble.num_steps(config, schedule, counts)} optimizer steps of {per_step} "
+        f"images on {schedule.world_size} processes; {len(source)} images in "
+        f"{len(counts)} {'shape' if len(counts) == 1 else 'shapes'}"
+    ]
+    if len(counts) > 1:
+        lines += [f"  {count:6} x {assemble.described(shape)}" for shape, count in counts.most_common()]
+    return "\n".join(lines)

@@ -37,7 +37,7 @@ class LossSums:
             for i, (total, count) in enumerate(zip(totals, counts))
             if count
         }
-        return {"loss": (sums[0] / sums[1]).item(), **by_bin}
+        return {"loss": (sums[0] / sums[1]).item(), "num_images": int(sums[1]), **by_bin}
 
 
 def peak_host_memory_gib() -> float:
@@ -60,12 +60,12 @@ class MetricsWriter:
         self.board = SummaryWriter(logs, purge_step=first_step + 1 if first_step else None)
         self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
 
-    def write(self, step: int, figures: dict[str, float], num_images: int) -> None:
-        """Record the figures of an optimizer step that used `num_images` images; adds images per second."""
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        """Record the figures of an optimizer step; adds images per second."""
         if not self.active:
             return
         now_s = time.perf_counter()
-        figures = {**figures, "images_per_s": num_images / (now_s - self.last_time_s)}
+        figures = {**figures, "images_per_s": figures["num_images"] / (now_s - self.last_time_s)}
         self.last_time_s = now_s
         for name, value in figures.items():
             self.board.add_scalar(name, value, step)

@@ -1,5 +1,6 @@
 """The training objective of a sample: its identity decides sigma and noise, the flow settings decide the loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ class Objective:
     family: FluxFamily
     flow: FlowConfig
     seed: int
-    mu: float
-    """log-SNR shift of the training sigmas"""
+    mu_of: Callable[[int], float]
+    """image tokens -> log-SNR shift of the training sigmas"""
     guidance_scale: float | None
     """distilled guidance; None: the transformer has no embedding for it"""
     is_flow_map: bool
@@ -31,7 +32,8 @@ class Objective:
 
     def draw(self, keys: list[SampleKey], latents: Tensor) -> tuple[Tensor, Tensor]:
         """sigma (B,) and noise like `latents`, each sample's from its own generators."""
-        settings = self.flow.weighting_scheme, self.flow.logit_mean, self.flow.logit_std, self.flow.mode_scale, self.mu
+        mu = self.mu_of(latents.shape[-2] * latents.shape[-1])
+        settings = self.flow.weighting_scheme, self.flow.logit_mean, self.flow.logit_std, self.flow.mode_scale, mu
         sigma = torch.cat([sample_sigma(sample_generator(self.seed, *key, "sigma"), *settings) for key in keys])
         shape = latents.shape[1:]
         noise = torch.stack([torch.randn(shape, generator=sample_generator(self.seed, *key, "noise")) for key in keys])

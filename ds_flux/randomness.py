@@ -18,6 +18,11 @@ def sample_generator(seed: int, sample_id: int, visit: int, purpose: str) -> tor
     return keyed_generator("sample", seed, sample_id, visit, purpose)
 
 
+def uniform(seed: int, key: tuple[int, int], purpose: str, num: int = 1) -> list[float]:
+    """Numbers in [0, 1) that a sample's identity (sample id, visit) decides."""
+    return torch.rand(num, generator=sample_generator(seed, *key, purpose)).tolist()
+
+
 def epoch_order(seed: int, epoch: int, num_samples: int) -> torch.Tensor:
     """The order of an epoch, a permutation of 0..num_samples-1."""
     return torch.randperm(num_samples, generator=keyed_generator("epoch", seed, epoch))

@@ -34,7 +34,7 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         is_distilled = models.is_distilled(architecture, config.model)
         if command.sample_guidance_scale is not None and is_distilled and not architecture.has_guidance:
             raise UserError("--sample_guidance_scale has no effect: this model is distilled to sample without; leave it out")
-        height, width = size_of(command, config.data.resolution, models.pixels_per_token(config.model), references)
+        height, width = size_of(command, max(config.data.resolutions), models.pixels_per_token(config.model), references)
         lora_config = lora.config_of_file(Path(command.lora), architecture.family) if command.lora else LoraConfig()
     components, conditioner = build(config, architecture, lora_config)
     with runtime.together("preparing the samples"):

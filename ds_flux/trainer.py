@@ -4,7 +4,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,11 +56,13 @@ def setup(config: Config) -> Run:
             lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
         for component in models.components(architecture.family):
             models.component_folder(config.model, component)
-        rules = assemble.reference_rules(config, architecture)
+        rules = assemble.image_rules(config, architecture)
     source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
-    shapes = runtime.on_main(lambda: assemble.look_at_samples(config, architecture, source), "looking at the samples")
+    shapes = runtime.on_main(lambda: assemble.look_at_samples(config, architecture, source, rules), "looking at the samples")
     schedule = assemble.make_schedule(config, architecture, len(source), shapes)
-    last_step = assemble.num_steps(config, len(source), schedule.global_batch_size)
+    counts = assemble.counts_of_shapes(schedule)
+    last_step = assemble.num_steps(config, schedule, counts)
+    assemble.name_rare_shapes(schedule, counts, last_step)
     manifest = describe(config, architecture, ds_config, schedule, shapes)
     resume_folder = find_resume(config, manifest)
 
@@ -100,23 +102,26 @@ def encode_once(conditioner: LiveConditioner, samples: SampleDataset, folder: Pa
 
 
 def make_objective(config: Config, architecture: models.Architecture) -> Objective:
-    """The objective with --timestep_shift turned into a log-SNR shift for this resolution."""
-    shift = config.flow.timestep_shift
-    num_image_tokens = (config.data.resolution // models.pixels_per_token(config.model)) ** 2
-    if shift == "resolution":
-        scheduler = models.build_scheduler(architecture.family, config.model).config
-        by_size = scheduler.use_dynamic_shifting
-        mu = architecture.family.sampling_mu(num_image_tokens, 50) if by_size else math.log(scheduler.shift)
-    else:
-        mu = 0.0 if shift == "none" else math.log(float(shift))
+    """The objective of a run."""
     return Objective(
         family=architecture.family,
         flow=config.flow,
         seed=config.run.seed,
-        mu=mu,
+        mu_of=mu_of(config, architecture),
         guidance_scale=guidance_scale(config, architecture),
         is_flow_map=architecture.is_flow_map,
     )
+
+
+def mu_of(config: Config, architecture: models.Architecture) -> Callable[[int], float]:
+    """--timestep_shift as a log-SNR shift for images of so many tokens."""
+    shift = config.flow.timestep_shift
+    if shift == "resolution":
+        scheduler = models.build_scheduler(architecture.family, config.model).config
+        if scheduler.use_dynamic_shifting:
+            return lambda num_tokens: architecture.family.sampling_mu(num_tokens, 50)
+        return lambda _num_tokens: math.log(scheduler.shift)
+    return lambda _num_tokens: 0.0 if shift == "none" else math.log(float(shift))
 
 
 def guidance_scale(config: Config, architecture: models.Architecture) -> float | None:
@@ -234,7 +239,7 @@ def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSi
         figures = train_step(run, batches)
         peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
         figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
-        writer.write(step, figures, run.schedule.global_batch_size)
+        writer.write(step, figures)
         if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
             save_checkpoint(run, output_dir, step)
     return 0
@@ -268,8 +273,10 @@ def announce(run: Run, setup_s: float) -> None:
     counts = [num_elements(p) for p in run.engine.module.parameters() if p.requires_grad]
     what = "all weights" if run.manifest.lora is None else f"a LoRA of rank {run.manifest.lora['rank']}"
     stage, schedule = run.manifest.zero_stage, run.schedule
+    tokens = run.config.train.tokens_per_batch
+    per_step = schedule.global_batch_size if tokens is None else f"{tokens * schedule.num_micro_batches} image tokens"
     runtime.log(
         f"training {what} ({sum(counts):,} parameters in {len(counts)} tensors) at ZeRO stage {stage} on "
-        f"{schedule.world_size} processes; {schedule.num_samples} images, {schedule.global_batch_size} per step; "
+        f"{schedule.world_size} processes; {schedule.num_samples} images, {per_step} per step; "
         f"steps {run.first_step + 1} to {run.last_step}; set up in {setup_s:.0f} s"
     )

@@ -12,15 +12,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
+from ds_flux.data.buckets import Buckets, Size
 from ds_flux.data.cache import LatentCache
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.sources import Source
-from ds_flux.randomness import sample_generator
+from ds_flux.randomness import uniform
 
 TEXT_ENCODER_DROPOUTS = {"text_encoder": "text_encoder_dropout", "text_encoder_2": "text_encoder_2_dropout"}
 MIN_PADDED_SIDE, ORIENTATION = 64, 0x0112
-
-Size = tuple[int, int]  # width, height
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,14 @@ class ReferenceRules:
         return max(MIN_PADDED_SIDE, math.ceil(side / self.grid) * self.grid)
 
 
+@dataclass(frozen=True)
+class ImageRules:
+    """The sizes of images and of references."""
+
+    buckets: Buckets
+    references: ReferenceRules
+
+
 class SampleDataset(Dataset):
     """{sample key: prepared sample}.
 
@@ -78,7 +85,7 @@ class SampleDataset(Dataset):
         cache: take latents from here instead of decoding images.
     """
 
-    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ReferenceRules, cache: LatentCache | None = None):
+    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ImageRules, cache: LatentCache | None = None):
         self.source, self.config, self.seed, self.rules, self.cache = source, config, seed, rules, cache
 
     def __getitem__(self, key: SampleKey) -> Sample | UserError:
@@ -98,13 +105,12 @@ class SampleDataset(Dataset):
             OSError, ValueError, SyntaxError: one of them is no image.
         """
         row = self.source[key[0]]
-        image = prepare_pixels(row.image, self.config, self.seed, key)
-        return image, *prepare_references(row.references, self.config, self.seed, key, self.rules)
-
-
-def uniform(seed: int, key: SampleKey, purpose: str, num: int = 1) -> list[float]:
-    """Numbers in [0, 1) that the sample's identity decides."""
-    return torch.rand(num, generator=sample_generator(seed, *key, purpose)).tolist()
+        size = self.rules.buckets.of(upright_size(row.image), key, self.seed)
+        image = prepare_pixels(row.image, size, self.config, self.seed, key)
+        if self.config.augment_references:
+            return image, *(prepare_pixels(other, size, self.config, self.seed, key) for other in row.references)
+        is_single = len(row.references) == 1
+        return image, *(as_pixels(fit(upright(other), self.rules.references, is_single)) for other in row.references)
 
 
 def happens(rate: float, seed: int, key: SampleKey, purpose: str) -> bool:
@@ -127,29 +133,20 @@ def as_pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
 
 
-def prepare_pixels(image: Image.Image, config: DataConfig, seed: int, key: SampleKey) -> Tensor:
-    """(3, resolution, resolution) in [-1, 1]: the shorter side scaled, cropped, perhaps flipped."""
-    size = config.resolution
+def prepare_pixels(image: Image.Image, size: Size, config: DataConfig, seed: int, key: SampleKey) -> Tensor:
+    """(3, height, width) in [-1, 1]: scaled until it covers (width, height), cropped, perhaps flipped."""
+    width, height = size
     image = upright(image)
-    scale = size / min(image.size)
+    scale = max(width / image.width, height / image.height)
     image = image.resize(
-        (max(size, round(image.width * scale)), max(size, round(image.height * scale))), Image.Resampling.LANCZOS
+        (max(width, round(image.width * scale)), max(height, round(image.height * scale))), Image.Resampling.LANCZOS
     )
     across, down = (0.5, 0.5) if config.center_crop else uniform(seed, key, "crop", 2)
-    left, top = round(across * (image.width - size)), round(down * (image.height - size))
-    image = image.crop((left, top, left + size, top + size))
+    left, top = round(across * (image.width - width)), round(down * (image.height - height))
+    image = image.crop((left, top, left + width, top + height))
     if config.random_flip and uniform(seed, key, "flip")[0] < 0.5:
         image = ImageOps.mirror(image)
     return as_pixels(image)
-
-
-def prepare_references(
-    images: tuple[Image.Image, ...], config: DataConfig, seed: int, key: SampleKey, rules: ReferenceRules
-) -> tuple[Tensor, ...]:
-    """Each (3, h, w) in [-1, 1], whole and of its own shape; with --augment_references cropped and flipped as the image is."""
-    if config.augment_references:
-        return tuple(prepare_pixels(image, config, seed, key) for image in images)
-    return tuple(as_pixels(fit(upright(image), rules, len(images) == 1)) for image in images)
 
 
 def fit(image: Image.Image, rules: ReferenceRules, is_single: bool) -> Image.Image:

@@ -37,9 +37,11 @@ class Schedule:
     rank: int
     shape_of: Callable[[SampleKey], Hashable] = one_shape
     """what must be equal within a batch"""
+    micro_batch_size_of: Callable[[Hashable], int] | None = None
+    """images of a shape in a micro batch, where it is not the same for all"""
 
     def __post_init__(self) -> None:
-        if self.global_batch_size > self.num_samples:
+        if self.micro_batch_size_of is None and self.global_batch_size > self.num_samples:
             raise UserError(
                 f"one optimizer step takes {self.global_batch_size} images (train_batch_size {self.micro_batch_size} x "
                 f"gradient_accumulation_steps {self.gradient_accumulation_steps} x {self.world_size} processes) but the "
@@ -49,7 +51,17 @@ class Schedule:
     @property
     def global_batch_size(self) -> int:
         """Images per optimizer step, over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.world_size
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per optimizer step, over all ranks."""
+        return self.gradient_accumulation_steps * self.world_size
+
+    def size_of(self, shape: Hashable) -> int:
+        """Images of this shape in an optimizer step, over all ranks."""
+        per_micro_batch = self.micro_batch_size_of(shape) if self.micro_batch_size_of else self.micro_batch_size
+        return per_micro_batch * self.num_micro_batches
 
     def global_batches(self) -> Iterator[list[SampleKey]]:
         """The endless sequence of global batches, the same on every rank."""
@@ -59,12 +71,13 @@ class Schedule:
                 key = (int(sample), epoch)
                 shape = self.shape_of(key)
                 waiting[shape].append(key)
-                if len(waiting[shape]) == self.global_batch_size:
+                if len(waiting[shape]) == self.size_of(shape):
                     yield waiting.pop(shape)
 
     def micro_batches(self, first_step: int, last_step: int) -> Iterator[list[SampleKey]]:
         """This rank's micro batches of the optimizer steps first_step <= step < last_step."""
         for keys in islice(self.global_batches(), first_step, last_step):
+            size = len(keys) // self.num_micro_batches
             for micro_step in range(self.gradient_accumulation_steps):
-                start = (micro_step * self.world_size + self.rank) * self.micro_batch_size
-                yield keys[start : start + self.micro_batch_size]
+                start = (micro_step * self.world_size + self.rank) * size
+                yield keys[start : start + size]

@@ -1,27 +1,46 @@
-"""What must be equal within a batch: the sizes of a sample's references, and the window its prompt fills."""
+"""What must be equal within a batch: the size of the image, those of its references, and the window its prompt fills."""
 
 import hashlib
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from PIL import Image
 from tqdm import tqdm
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import ReferenceRules, Size, drops_prompt, drops_references, upright_size
+from ds_flux.data.buckets import Buckets, Size
+from ds_flux.data.images import ImageRules, drops_prompt, drops_references, upright_size
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.sources import Source
 
 CHUNK, MAX_LOOKED_AT = 1000, 10_000
 
 
+class Shape(NamedTuple):
+    """Of one sample at one visit."""
+
+    image: Size
+    references: tuple[Size, ...]
+    window: int
+    """text tokens with padding; 0: all prompts have the same"""
+
+    def num_tokens(self, grid: int) -> int:
+        """Of the images, one for each square of `grid` pixels."""
+        return sum(width * height // grid**2 for width, height in (self.image, *self.references))
+
+
 @dataclass(frozen=True)
 class Shapes:
     """The shape of every sample, before dropout takes its prompt or its references away."""
 
-    references: list[tuple[Size, ...]]
-    """of each sample; empty: no sample has references"""
+    buckets: Buckets
+    images: list[Size]
+    """size of each sample's image as stored; empty: all come to one size"""
+    references: list[tuple[Size | None, ...]]
+    """final size of each sample's references, None: the size its image comes to; empty: no sample has references"""
     windows: list[int]
     """text tokens of each sample, padding included; empty: all have the same"""
     null_window: int
@@ -30,45 +49,54 @@ class Shapes:
     @property
     def are_one(self) -> bool:
         """Whether every sample fits beside every other."""
-        return not self.references and not self.windows
+        return not self.images and not self.references and not self.windows
 
     def digest(self, config: DataConfig) -> str | None:
         """What the order of samples follows from beside the seed; None where it does not depend on shapes."""
         if self.are_one:
             return None
         rates = [config.reference_dropout, config.proportion_empty_prompts, config.text_encoder_dropout]
-        facts = repr((self.references, self.windows, self.null_window, rates))
+        facts = repr((self.buckets, self.images, self.references, self.windows, self.null_window, rates))
         return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
-    def of(self, key: SampleKey, config: DataConfig, seed: int, encoder: str) -> Hashable:
+    def of(self, key: SampleKey, config: DataConfig, seed: int, encoder: str) -> Shape:
         """The shape of one visit."""
-        sizes = self.references[key[0]] if self.references else ()
-        if sizes and drops_references(config, seed, key):
-            sizes = ()
+        size = self.buckets.of(self.images[key[0]] if self.images else (1, 1), key, seed)
+        references = self.references[key[0]] if self.references else ()
+        if references and drops_references(config, seed, key):
+            references = ()
         window = 0
         if self.windows:
             window = self.null_window if drops_prompt(config, seed, key, encoder) else self.windows[key[0]]
-        return sizes, window
+        return Shape(size, tuple(reference or size for reference in references), window)
 
 
-def reference_sizes(source: Source, config: DataConfig, rules: ReferenceRules) -> list[tuple[Size, ...]]:
-    """The final size of every reference of every row, from the files' headers.
+def look_at_sizes(source: Source, config: DataConfig, rules: ImageRules) -> tuple[list[Size], list[tuple[Size | None, ...]]]:
+    """Sizes of all images, and final sizes of all references, from the files' headers; empty where nothing depends on them.
 
     Raises:
-        UserError: a reference is missing or no image; it names the row.
+        UserError: one is missing or no image; it names the row.
     """
-    sizes = []
-    for index in tqdm(range(len(source)), desc="look at the references", disable=len(source) < CHUNK):
-        try:
-            images = source.references(index)
-            found = [upright_size(image) for image in images]
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"{source.name(index)}: a reference cannot be read: {' '.join(str(error).split())}") from None
-        if config.augment_references:
-            sizes.append(((config.resolution, config.resolution),) * len(found))
-        else:
-            sizes.append(tuple(rules.final(size, len(found) == 1) for size in found))
-    return sizes
+    wants_images, wants_references = not rules.buckets.is_one, config.cond_image_column is not None
+    images, references = [], []
+    if wants_images or wants_references:
+        for index in tqdm(range(len(source)), desc="look at the images", disable=len(source) < CHUNK):
+            if wants_images:
+                images += sizes_of(source.images, source, index)
+            if wants_references:
+                found = sizes_of(source.references, source, index)
+                one = len(found) == 1
+                together = config.augment_references
+                references.append(tuple(None if together else rules.references.final(size, one) for size in found))
+    return images, references
+
+
+def sizes_of(images: Callable[[int], tuple[Image.Image, ...]], source: Source, index: int) -> list[Size]:
+    """Upright sizes of the images that a method of the source opens in a row."""
+    try:
+        return [upright_size(image) for image in images(index)]
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"{source.name(index)} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def caption_lengths(source: Source, count_tokens: Callable[[list[str]], list[int]], every: bool) -> list[int]:

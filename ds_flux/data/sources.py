@@ -37,12 +37,16 @@ class Folder(Sequence[Row]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Row:
-        return Row(Image.open(self.paths[index]), self.caption(index))
+        return Row(*self.images(index), self.caption(index))
 
     def caption(self, index: int) -> str:
         """The caption of a row."""
         path = self.paths[index].with_suffix(".txt")
         return path.read_text().strip() if path.exists() else str(self.prompt)
+
+    def images(self, index: int) -> tuple[Image.Image, ...]:
+        """The image of a row."""
+        return (Image.open(self.paths[index]),)
 
     def references(self, _index: int) -> tuple[Image.Image, ...]:
         """A folder has none."""
@@ -67,8 +71,11 @@ class Table(Sequence[Row]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        image = self.images_alone[index][self.image_column]
-        return Row(open_image(image), self.caption(index), self.references(index))
+        return Row(*self.images(index), self.caption(index), self.references(index))
+
+    def images(self, index: int) -> tuple[Image.Image, ...]:
+        """The image of a row."""
+        return (open_image(self.images_alone[index][self.image_column]),)
 
     @cached_property
     def images_alone(self) -> "datasets.Dataset":
