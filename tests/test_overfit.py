@@ -82,6 +82,15 @@ def test_the_stock_pipeline_shows_what_was_learnt(pairs: Pairs, folder: Path, tm
 
 
 @pytest.mark.timeout(600)
+def test_without_references_kontext_is_flux1(pairs: Pairs, sampled: Path) -> None:
+    """FLUX.1's own pipeline, with the same weights: the picture of each prompt."""
+    pipeline = stock.load(pairs.model("flux1"), sampled / "kontext out")
+    inputs = dict(height=small.RESOLUTION, width=small.RESOLUTION, num_inference_steps=10, max_sequence_length=8)
+    shown = stock.generate(pipeline, pairs.prompts, 0, guidance_scale=GUIDANCE["kontext"], **inputs)
+    assert [small.nearest(image, [*pairs.pictures, *pairs.edits]) for image in shown] == list(range(4))
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sample_shows_the_same(pairs: Pairs, sampled: Path, name: str) -> None:
     kinds = {"prompts": [0, 1, 2, 3], "edit 1": [5], "edit 2": [6]}
