@@ -164,7 +164,7 @@ def score(name: str, folder: Path, transformer: Path, seed: int) -> tuple[int, P
     num_each = NUM_SCORED // len(DIGITS)
     wanted = [digit for digit in range(len(DIGITS)) for _ in range(num_each)]
     made = stock.generate(
-        pipeline, [caption(digit) for digit in wanted], seed,
+        pipeline, [caption(digit) for digit in wanted], torch.Generator().manual_seed(seed),
         height=RESOLUTION, width=RESOLUTION, num_inference_steps=20, max_sequence_length=tiny.TINY[name].text_length,
     )  # fmt: skip
     seen = classify(images, labels, made)

@@ -24,10 +24,11 @@ from ds_flux.families import stock, tiny
 from ds_flux.families.flux3 import FLUX3
 from ds_flux.latents import Batch, patchify
 from ds_flux.objective import Objective
+from ds_flux.randomness import sample_generator
 from ds_flux.zero.weights import SafetensorsFolder
 from tests.conftest import Done
 from tests.distributed import run_jobs
-from tests.pairs import WORDS, Pairs
+from tests.pairs import WORDS, Pairs, distance
 from tests.test_errors import one_line
 
 NAMES = list(tiny.TINY)
@@ -232,6 +233,34 @@ def test_references_are_cropped_as_flux2_does(size: tuple[int, int]) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # sampling, and what is loaded
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_sample_is_the_stock_pipeline(
+    pairs: Pairs, tmp_path: Path, run_main: Callable[..., Done], name: str, number: int
+) -> None:
+    """The same picture from the same noise, with the pipeline's own guidance, without and with references."""
+    if number > {"flux1": 0, "kontext": 1}.get(name, 2):
+        pytest.skip("its pipeline takes fewer references")
+    length, steps = tiny.TINY[name].text_length, 3
+    references = [Image.effect_noise(size, 90).convert("RGB") for size in [(96, 64), (64, 80)][:number]]
+    paths = [tmp_path / f"{i}.png" for i in range(number)]
+    for path, image in zip(paths, references):
+        image.save(path)
+    arguments = ["--pretrained_model_name_or_path", pairs.model(name), "--mixed_precision", "no", "--prompt", "a cat"]
+    arguments += ["--height", 32, "--width", 48, "--num_inference_steps", steps, "--max_sequence_length", max(length, 80)]
+    arguments += ["--sample_dir", tmp_path / "samples", *(["--image", ",".join(map(str, paths))] if paths else [])]
+    done = run_main("sample", *arguments)
+    assert done.status == 0, done.errors
+    inputs = dict(height=32, width=48, num_inference_steps=steps, max_sequence_length=max(length, 80))
+    if references:
+        inputs["image"] = references if number > 1 else references[0]
+    (expected,) = stock.generate(stock.load(pairs.model(name)), ["a cat"], sample_generator(0, 0, 0, "noise"), **inputs)
+    ours = Image.open(tmp_path / "samples/0000.png")
+    assert ours.size == expected.size == (48, 32)
+    assert distance(ours, expected) < 2 / 255
 
 
 @pytest.mark.parametrize("name", ["flux3", "flux2-klein"])

@@ -25,6 +25,10 @@ FAMILIES = list(NUM_STEPS)
 GUIDANCE = {"kontext": 3.5, "flux2": 3.5, "flux2-klein": 1.0, "flux3": 1.0}
 
 
+def noise() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def folder(pairs: Pairs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All trained, two processes at stage 2 one after the other; Kontext without references is FLUX.1."""
@@ -73,12 +77,21 @@ def test_the_stock_pipeline_shows_what_was_learnt(pairs: Pairs, folder: Path, tm
         pipeline.update_components(guider=ClassifierFreeGuidance(guidance_scale=GUIDANCE[name]))
     else:
         inputs["guidance_scale"] = GUIDANCE[name]
-    shown = stock.generate(pipeline, pairs.prompts, 0, **inputs)
-    edited = [stock.generate(pipeline, [small.EDIT], 0, image=image, **inputs)[0] for image in pairs.references]
+    shown = stock.generate(pipeline, pairs.prompts, noise(), **inputs)
+    edited = [stock.generate(pipeline, [small.EDIT], noise(), image=image, **inputs)[0] for image in pairs.references]
     save_grid([*shown, *edited], 4, folder / f"{name}.png", scale=4)
     everything = [*pairs.pictures, *pairs.edits]
     assert [small.nearest(image, everything) for image in (*shown, *edited)] == list(range(8))
     assert max(small.distance(a, b) for a, b in zip([*shown, *edited], everything)) < 0.25
+
+
+@pytest.mark.timeout(600)
+def test_without_references_kontext_is_flux1(pairs: Pairs, sampled: Path) -> None:
+    """FLUX.1's own pipeline, with the same weights: the picture of each prompt."""
+    pipeline = stock.load(pairs.model("flux1"), sampled / "kontext out")
+    inputs = dict(height=small.RESOLUTION, width=small.RESOLUTION, num_inference_steps=10, max_sequence_length=8)
+    shown = stock.generate(pipeline, pairs.prompts, noise(), guidance_scale=GUIDANCE["kontext"], **inputs)
+    assert [small.nearest(image, [*pairs.pictures, *pairs.edits]) for image in shown] == list(range(4))
 
 
 @pytest.mark.timeout(600)

@@ -25,9 +25,8 @@ def load(folder: Path, transformer: Path | None = None, dtype: torch.dtype = tor
     return pipeline
 
 
-def generate(pipeline: Any, prompts: list[str], seed: int, **inputs: Any) -> list[Image.Image]:
+def generate(pipeline: Any, prompts: list[str], generator: torch.Generator, **inputs: Any) -> list[Image.Image]:
     """An image of each prompt; `inputs` are the pipeline's own arguments: height, width, image, ..."""
-    generator = torch.Generator().manual_seed(seed)
     if isinstance(pipeline, ModularPipeline):
         inputs.pop("max_sequence_length", None)  # its text windows are the model's own
         return [pipeline(prompt=p, generator=generator, output="images", **inputs)[0] for p in prompts]
