@@ -28,6 +28,8 @@ FLOORS = [
         "data.schedule",
         "data.sources",
         "data.cache",
+        "data.shards",
+        "data.store",
         "data.images",
         "data.shapes",
         "attention",
