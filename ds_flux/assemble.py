@@ -50,11 +50,12 @@ def look_at_samples(config: Config, architecture: models.Architecture, source: S
     family, longest = architecture.family, text_length(config, architecture)
     tokenizers = models.build_tokenizers(family, config.model)
     count = partial(family.count_tokens, tokenizers)
-    lengths = caption_lengths(source, count, every=family.text_window is not None)
-    too_long = [length for length in lengths if length > longest]
+    lengths = caption_lengths(source, config.data, count, every=family.text_window is not None)
+    num_captions = sum(map(len, lengths))
+    too_long = [length for of_sample in lengths for length in of_sample if length > longest]
     if too_long:
         runtime.log(
-            f"{len(too_long)} of {len(lengths)} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
+            f"{len(too_long)} of {num_captions} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
             "and are cut there; see --max_sequence_length"
         )
     sizes = []
@@ -62,7 +63,7 @@ def look_at_samples(config: Config, architecture: models.Architecture, source: S
         sizes = reference_sizes(source, config.data, reference_rules(config, architecture))
     if family.text_window is None:
         return Shapes(sizes, [], 0)
-    windows = [window_of(length, family.text_window, longest) for length in lengths]
+    windows = [tuple(window_of(length, family.text_window, longest) for length in of_sample) for of_sample in lengths]
     return Shapes(sizes, windows, window_of(count([""])[0], family.text_window, longest))
 
 

@@ -1,5 +1,7 @@
 """Contradictions between settings, found before anything is loaded."""
 
+from PIL import ImageColor
+
 from ds_flux import UserError
 from ds_flux.config import Config, LoraConfig
 
@@ -14,6 +16,7 @@ def check(config: Config) -> None:
         "num_train_epochs",
         "checkpointing_steps",
         "reference_max_pixels",
+        "max_image_pixels",
     )
     optional = ("max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
     flat = config.flat()
@@ -34,7 +37,7 @@ def check(config: Config) -> None:
         ),
         (
             data.instance_data_dir is not None and data.caption_column is not None,
-            "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt files",
+            "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt or .caption files",
         ),
         (
             data.cond_image_column is not None and data.dataset_name is None,
@@ -48,6 +51,12 @@ def check(config: Config) -> None:
             data.cond_image_column is not None and data.random_flip and not data.augment_references,
             "--random_flip would mirror the image and not its references: add --augment_references, or leave it out",
         ),
+        (
+            data.instance_prompt is not None and not data.instance_prompt.strip(),
+            "--instance_prompt is empty: to train without prompts, give --proportion_empty_prompts 1",
+        ),
+        (data.keep_tags < 0, f"--keep_tags {data.keep_tags} must be 0 or more"),
+        (data.keep_tags > 0 and not data.shuffle_tags, "--keep_tags has no effect without --shuffle_tags"),
         (data.resolution % 16 != 0 or data.resolution < 16, f"--resolution {data.resolution} is not a multiple of 16"),
         (
             lora.rank is None and lora != LoraConfig(),
@@ -64,6 +73,7 @@ def check(config: Config) -> None:
     for broken, message in rules:
         if broken:
             raise UserError(message)
+    check_colour(data.alpha_background)
 
 
 def is_shift(text: str) -> bool:
@@ -72,3 +82,11 @@ def is_shift(text: str) -> bool:
         return text in ("none", "resolution") or float(text) > 0
     except ValueError:
         return False
+
+
+def check_colour(text: str) -> None:
+    """Raise UserError where --alpha_background has no meaning."""
+    try:
+        ImageColor.getcolor(text, "RGB")
+    except ValueError:
+        raise UserError(f"--alpha_background {text}: expected the name of a colour, or #rrggbb") from None

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ds_flux import UserError
 from ds_flux.data.cache import LatentCache
+from ds_flux.data.decode import BadSample
 from ds_flux.data.images import RawBatch, SampleDataset
 from ds_flux.families.spec import FluxFamily
 from ds_flux.latents import Batch, patchify
@@ -77,7 +78,7 @@ def fill_cache(conditioner: LiveConditioner, samples: SampleDataset, cache: Late
     for sample in tqdm(share, desc="encode the images", disable=rank > 0):
         try:
             pixels = samples.pixels((sample, 0))
-        except (OSError, ValueError, SyntaxError) as error:
+        except (BadSample, OSError, ValueError) as error:
             raise UserError(f"{samples.source.name(sample)} cannot be read: {' '.join(str(error).split())}") from None
         latents = conditioner.encode_images(tuple(image[None] for image in pixels))
         cache.write(sample, [tensor[0] for tensor in latents])

@@ -108,11 +108,24 @@ class DataConfig:
     augment_references: bool = False
     """crop and flip references exactly as the image; off: they stay whole"""
     caption_column: str | None = None
-    """column with the captions; default: --instance_prompt for every image"""
+    """column with the captions, one or a list of several for each image; default: --instance_prompt for every image"""
     instance_data_dir: str | None = None
-    """folder of images, each with its caption in a .txt file of the same name, or --instance_prompt"""
+    """folder of images, each with its caption in a .txt or .caption file of the same name, or --instance_prompt.  A file of
+    several lines has several captions: one is drawn for each visit"""
     instance_prompt: str | None = None
     """caption of every image that has none of its own"""
+    caption_prefix: str = ""
+    """put in front of every caption, with a space between"""
+    trigger_word: str | None = None
+    """put in front of every caption that has it not yet, with a comma between; the prefix comes before it"""
+    shuffle_tags: bool = False
+    """captions are comma-separated tags: put them in another order for each visit"""
+    keep_tags: int = 0
+    """how many first tags of a caption stay where they are"""
+    alpha_background: str = "white"
+    """what shows through transparent images: the name of a colour, or #rrggbb"""
+    max_image_pixels: int = 178956970
+    """an image with more pixels is not decoded: it counts as one that cannot be read"""
     resolution: int = 512
     """images are scaled and cropped to this many pixels square; a multiple of 16"""
     center_crop: bool = False

@@ -179,7 +179,7 @@ def test_batches_have_one_shape_and_lose_nothing() -> None:
 
 def test_windows_follow_the_prompt_and_its_dropout() -> None:
     config = DataConfig(proportion_empty_prompts=0.5)
-    shapes = Shapes([], [80, 160, 240], null_window=80)
+    shapes = Shapes([], [(80,), (160,), (240,)], null_window=80)
     found = {key: shapes.of(key, config, 0, "text_encoder")[1] for key in [(s, v) for s in range(3) for v in range(20)]}
     assert {found[(2, visit)] for visit in range(20)} == {80, 240}
     assert {found[(0, visit)] for visit in range(20)} == {80}

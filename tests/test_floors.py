@@ -26,6 +26,8 @@ FLOORS = [
     ],
     [
         "data.schedule",
+        "data.decode",
+        "data.captions",
         "data.sources",
         "data.cache",
         "data.images",

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.data.cache import LatentCache
+from ds_flux.data.captions import Captions, caption_of
+from ds_flux.data.decode import BadSample, Size, decode
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.sources import Source
 from ds_flux.randomness import sample_generator
 
 TEXT_ENCODER_DROPOUTS = {"text_encoder": "text_encoder_dropout", "text_encoder_2": "text_encoder_2_dropout"}
-MIN_PADDED_SIDE, ORIENTATION = 64, 0x0112
-
-Size = tuple[int, int]  # width, height
+MIN_PADDED_SIDE = 64
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SampleDataset(Dataset):
         try:
             images = self.cache.read(key[0]) if self.cache else self.pixels(key)
             prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
-        except (OSError, ValueError, SyntaxError, UserError) as error:
+        except (BadSample, OSError, ValueError, UserError) as error:
             return UserError(f"{self.source.name(key[0])} cannot be read: {' '.join(str(error).split())}")
         images = images[:1] if drops_references(self.config, self.seed, key) else images
         return Sample(images, prompts, key, self.cache is not None)
@@ -95,7 +95,7 @@ class SampleDataset(Dataset):
         """The image and all its references.
 
         Raises:
-            OSError, ValueError, SyntaxError: one of them is no image.
+            BadSample: one of them cannot be decoded, or the row has no caption.
         """
         row = self.source[key[0]]
         image = prepare_pixels(row.image, self.config, self.seed, key)
@@ -112,14 +112,9 @@ def happens(rate: float, seed: int, key: SampleKey, purpose: str) -> bool:
     return rate > 0 and uniform(seed, key, purpose)[0] < rate
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera says, in RGB."""
-    return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def upright_size(image: Image.Image) -> Size:
-    """The size of `upright(image)`, from the file's header alone."""
-    return image.size[::-1] if image.getexif().get(ORIENTATION, 1) >= 5 else image.size
+def upright(image: Image.Image, config: DataConfig) -> Image.Image:
+    """Turned as the camera says, in RGB, by the flags.  Raises BadSample."""
+    return decode(image, ImageColor.getcolor(config.alpha_background, "RGB"), config.max_image_pixels)
 
 
 def as_pixels(image: Image.Image) -> Tensor:
@@ -130,7 +125,7 @@ def as_pixels(image: Image.Image) -> Tensor:
 def prepare_pixels(image: Image.Image, config: DataConfig, seed: int, key: SampleKey) -> Tensor:
     """(3, resolution, resolution) in [-1, 1]: the shorter side scaled, cropped, perhaps flipped."""
     size = config.resolution
-    image = upright(image)
+    image = upright(image, config)
     scale = size / min(image.size)
     image = image.resize(
         (max(size, round(image.width * scale)), max(size, round(image.height * scale))), Image.Resampling.LANCZOS
@@ -149,7 +144,7 @@ def prepare_references(
     """Each (3, h, w) in [-1, 1], whole and of its own shape; with --augment_references cropped and flipped as the image is."""
     if config.augment_references:
         return tuple(prepare_pixels(image, config, seed, key) for image in images)
-    return tuple(as_pixels(fit(upright(image), rules, len(images) == 1)) for image in images)
+    return tuple(as_pixels(fit(upright(image, config), rules, len(images) == 1)) for image in images)
 
 
 def fit(image: Image.Image, rules: ReferenceRules, is_single: bool) -> Image.Image:
@@ -178,8 +173,9 @@ def drops_prompt(config: DataConfig, seed: int, key: SampleKey, encoder: str) ->
     return any(happens(rate, seed, key, purpose) for purpose, rate in rates.items())
 
 
-def prepare_prompts(caption: str, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:
-    """{text encoder: caption, or nothing}."""
+def prepare_prompts(captions: Captions, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:
+    """{text encoder: the caption of this visit, or nothing}.  Raises BadSample where there is none."""
+    caption = caption_of(captions, config, seed, key)
     return {encoder: "" if drops_prompt(config, seed, key, encoder) else caption for encoder in TEXT_ENCODER_DROPOUTS}
 
 

@@ -4,12 +4,15 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import islice
 
 from tqdm import tqdm
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import ReferenceRules, Size, drops_prompt, drops_references, upright_size
+from ds_flux.data.captions import drawn, texts_of, with_words_in_front
+from ds_flux.data.decode import BadSample, Size, upright_size
+from ds_flux.data.images import ReferenceRules, drops_prompt, drops_references
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.sources import Source
 
@@ -22,8 +25,8 @@ class Shapes:
 
     references: list[tuple[Size, ...]]
     """of each sample; empty: no sample has references"""
-    windows: list[int]
-    """text tokens of each sample, padding included; empty: all have the same"""
+    windows: list[tuple[int, ...]]
+    """of each sample: text tokens of each of its captions, padding included; empty: all have the same"""
     null_window: int
     """of the empty prompt"""
 
@@ -47,7 +50,9 @@ class Shapes:
             sizes = ()
         window = 0
         if self.windows:
-            window = self.null_window if drops_prompt(config, seed, key, encoder) else self.windows[key[0]]
+            of_captions = self.windows[key[0]]
+            is_empty = drops_prompt(config, seed, key, encoder)
+            window = self.null_window if is_empty else of_captions[drawn(len(of_captions), seed, key)]
         return sizes, window
 
 
@@ -62,7 +67,7 @@ def reference_sizes(source: Source, config: DataConfig, rules: ReferenceRules) -
         try:
             images = source.references(index)
             found = [upright_size(image) for image in images]
-        except (OSError, ValueError, SyntaxError) as error:
+        except (BadSample, OSError, ValueError) as error:
             raise UserError(f"{source.name(index)}: a reference cannot be read: {' '.join(str(error).split())}") from None
         if config.augment_references:
             sizes.append(((config.resolution, config.resolution),) * len(found))
@@ -71,21 +76,29 @@ def reference_sizes(source: Source, config: DataConfig, rules: ReferenceRules) -
     return sizes
 
 
-def caption_lengths(source: Source, count_tokens: Callable[[list[str]], list[int]], every: bool) -> list[int]:
-    """Tokens of the captions; unless `every` one is needed, of at most ten thousand, evenly spaced."""
+def caption_lengths(
+    source: Source, config: DataConfig, count_tokens: Callable[[list[str]], list[int]], every: bool
+) -> list[tuple[int, ...]]:
+    """Tokens of the captions of each sample; unless `every` one is needed, of at most ten thousand, evenly spaced.
+
+    With trigger word and prefix, and tags in the order they are stored in.  Another order may have a token or two more or
+    less: where that crosses the end of a window, the batch is padded to its longest prompt.
+    """
     indices = range(0, len(source), 1 if every else max(1, len(source) // MAX_LOOKED_AT))
-    lengths: list[int] = []
+    lengths: list[tuple[int, ...]] = []
     for start in tqdm(range(0, len(indices), CHUNK), desc="count tokens", disable=len(indices) < 10 * CHUNK):
-        lengths += count_tokens([caption_of(source, index) for index in indices[start : start + CHUNK]])
+        captions = [captions_of(source, config, index) for index in indices[start : start + CHUNK]]
+        counts = iter(count_tokens([text for texts in captions for text in texts]))
+        lengths += [tuple(islice(counts, len(texts))) for texts in captions]
     return lengths
 
 
-def caption_of(source: Source, index: int) -> str:
-    """A caption, or none where it cannot be read: the row is named when its turn comes."""
+def captions_of(source: Source, config: DataConfig, index: int) -> list[str]:
+    """The captions of a sample, or an empty one where they cannot be read: the row is named when its turn comes."""
     try:
-        return source.caption(index)
-    except (OSError, ValueError, UserError):
-        return ""
+        return [with_words_in_front(text, config) for text in texts_of(source.caption(index))]
+    except (BadSample, OSError, ValueError):
+        return [""]
 
 
 def window_of(num_tokens: int, multiple: int, longest: int) -> int:
