@@ -45,6 +45,21 @@ def sample(argv: list[str]) -> int:
     return 0
 
 
+def doctor(argv: list[str]) -> int:
+    """look at a run's data: --data with the flags or --config of the run"""
+    from ds_flux import checks, config
+
+    settings, command = config.load(argv, "ds-flux doctor", config.DoctorCommand)
+    if not command.data:
+        raise UserError("--data is missing: it is all that this version can look at")
+    checks.check_data(settings.data)
+    from ds_flux import doctor as module
+
+    text, is_fine = module.report_of(settings)
+    print(text)
+    return 0 if is_fine else 2
+
+
 def demo(argv: list[str]) -> int:
     """write a small FLUX.1 and a data set of handwritten digits; score what a run made of them"""
     from ds_flux import demo as module
@@ -52,7 +67,7 @@ def demo(argv: list[str]) -> int:
     return module.main(argv)
 
 
-COMMANDS = {command.__name__: command for command in (train, consolidate, sample, demo)}
+COMMANDS = {command.__name__: command for command in (train, consolidate, sample, doctor, demo)}
 
 
 def usage() -> str:

@@ -48,22 +48,28 @@ def look_at_samples(config: Config, architecture: models.Architecture, source: S
     """The shapes that batches are made by; and tells of captions that are too long.  Reads headers and captions.
 
     Raises:
-        UserError: an image whose size matters cannot be read.
+        UserError: too many images whose sizes matter cannot be read.
     """
     family, longest = architecture.family, text_length(config, architecture)
     tokenizers = models.build_tokenizers(family, config.model)
     count = partial(family.count_tokens, tokenizers)
-    lengths = caption_lengths(source, count, every=family.text_window is not None)
-    too_long = [length for length in lengths if length > longest]
+    lengths = caption_lengths(source, config.data, count, every=family.text_window is not None)
+    num_captions = sum(map(len, lengths))
+    too_long = [length for of_sample in lengths for length in of_sample if length > longest]
     if too_long:
         runtime.log(
-            f"{len(too_long)} of {len(lengths)} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
+            f"{len(too_long)} of {num_captions} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
             "and are cut there; see --max_sequence_length"
         )
-    images, references = look_at_sizes(source, config.data, rules)
+    images, references, bad = look_at_sizes(source, config.data, rules)
+    if bad and (config.data.on_bad_sample == "error" or len(bad) > config.data.max_bad_fraction * len(source)):
+        raise UserError(
+            f"{len(bad)} of {len(source)} samples cannot be used (the first: {bad[0]}), more than --on_bad_sample "
+            f"{config.data.on_bad_sample} with --max_bad_fraction {config.data.max_bad_fraction} allows"
+        )
     windows, null_window = [], 0
     if family.text_window is not None:
-        windows = [window_of(length, family.text_window, longest) for length in lengths]
+        windows = [tuple(window_of(length, family.text_window, longest) for length in of_sample) for of_sample in lengths]
         null_window = window_of(count([""])[0], family.text_window, longest)
     return Shapes(rules.buckets, images, references, windows, null_window)
 

@@ -1,29 +1,71 @@
 """Contradictions between settings, found before anything is loaded."""
 
+from PIL import ImageColor
+
 from ds_flux import UserError
-from ds_flux.config import Config, LoraConfig
+from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
+
+Rules = list[tuple[bool, str]]  # whether it is broken, and what to say then
+
+SHARES = (
+    "proportion_empty_prompts", "text_encoder_dropout", "text_encoder_2_dropout", "reference_dropout", "max_bad_fraction",
+)  # fmt: skip
+POSITIVE = (
+    "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
+    "max_image_pixels",
+)  # fmt: skip
+POSITIVE_IF_GIVEN = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
 
 
 def check(config: Config) -> None:
     """Contradictions between settings, which no single type can hold.  Raises UserError."""
-    model, lora, data, flow = config.model, config.lora, config.data, config.flow
-    shares = ("proportion_empty_prompts", "text_encoder_dropout", "text_encoder_2_dropout", "reference_dropout")
-    positive = (
-        "train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "checkpointing_steps",
-        "reference_max_pixels",
-    )
-    optional = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
-    flat = config.flat()
+    flat, lora, shift = config.flat(), config.lora, config.flow.timestep_shift
     rules = [
+        *model_rules(config.model),
+        *source_rules(config.data),
+        *reference_rules(config.data),
+        *size_rules(config.data, config.train),
+        (
+            lora.rank is None and lora != LoraConfig(),
+            "LoRA flags without --rank have no effect: give --rank, or leave them out",
+        ),
+        (not is_shift(shift), f"--timestep_shift {shift}: expected none, resolution or a number > 0"),
+        *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in SHARES],
+        *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in POSITIVE],
+        *[
+            (flat[name] is not None and flat[name] < 1, f"--{name} {flat[name]} must be 1 or more")
+            for name in POSITIVE_IF_GIVEN
+        ],
+    ]
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+    check_colour(config.data.alpha_background)
+
+
+def check_data(data: DataConfig) -> None:
+    """What says which data it is.  Raises UserError."""
+    for broken, message in source_rules(data):
+        if broken:
+            raise UserError(message)
+    check_colour(data.alpha_background)
+
+
+def model_rules(model: ModelConfig) -> Rules:
+    """Which weights."""
+    return [
         (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
         (model.transformer_config is not None and not model.from_scratch, "--transformer_config needs --from_scratch"),
         (
             model.transformer_path is not None and model.from_scratch,
             "--transformer_path and --from_scratch contradict each other: give one",
         ),
+    ]
+
+
+def source_rules(data: DataConfig) -> Rules:
+    """Which images and captions."""
+    return [
         (
             (data.dataset_name is None) == (data.instance_data_dir is None),
             "give either --dataset_name or --instance_data_dir" + (", not both" if data.dataset_name else ""),
@@ -37,6 +79,18 @@ def check(config: Config) -> None:
             "--caption_column goes with --dataset_name; images of --instance_data_dir have .txt files",
         ),
         (
+            data.instance_prompt is not None and not data.instance_prompt.strip(),
+            "--instance_prompt is empty: to train without prompts, give --proportion_empty_prompts 1",
+        ),
+        (data.keep_tags < 0, f"--keep_tags {data.keep_tags} must be 0 or more"),
+        (data.keep_tags > 0 and not data.shuffle_tags, "--keep_tags has no effect without --shuffle_tags"),
+    ]
+
+
+def reference_rules(data: DataConfig) -> Rules:
+    """What belongs to editing."""
+    return [
+        (
             data.cond_image_column is not None and data.dataset_name is None,
             "--cond_image_column names a column: it goes with --dataset_name",
         ),
@@ -48,8 +102,14 @@ def check(config: Config) -> None:
             data.cond_image_column is not None and data.random_flip and not data.augment_references,
             "--random_flip would mirror the image and not its references: add --augment_references, or leave it out",
         ),
+    ]
+
+
+def size_rules(data: DataConfig, train: TrainConfig) -> Rules:
+    """Sizes of images and of batches."""
+    return [
         (
-            any(resolution % 16 != 0 or resolution < 16 for resolution in data.resolutions) or not data.resolutions,
+            not data.resolutions or any(resolution % 16 or resolution < 16 for resolution in data.resolutions),
             f"--resolution {data.resolution} is not a multiple of 16",
         ),
         (
@@ -65,24 +125,18 @@ def check(config: Config) -> None:
             "--cache_latents keeps one size of each image: give one --resolution",
         ),
         (
-            config.train.tokens_per_batch is not None and config.train.train_batch_size != 1,
+            train.tokens_per_batch is not None and train.train_batch_size != 1,
             "--tokens_per_batch and --train_batch_size contradict each other: give one",
         ),
-        (
-            lora.rank is None and lora != LoraConfig(),
-            "LoRA flags without --rank have no effect: give --rank, or leave them out",
-        ),
-        (
-            not is_shift(flow.timestep_shift),
-            f"--timestep_shift {flow.timestep_shift}: expected none, resolution or a number > 0",
-        ),
-        *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in shares],
-        *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in positive],
-        *[(flat[name] is not None and flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in optional],
     ]
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
+
+
+def check_colour(text: str) -> None:
+    """Raise UserError where --alpha_background has no meaning."""
+    try:
+        ImageColor.getcolor(text, "RGB")
+    except ValueError:
+        raise UserError(f"--alpha_background {text}: expected the name of a colour, or #rrggbb") from None
 
 
 def is_shift(text: str) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ds_flux import UserError
 from ds_flux.data.cache import LatentCache
 from ds_flux.data.images import RawBatch, SampleDataset
 from ds_flux.families.spec import FluxFamily
@@ -68,16 +67,9 @@ def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tenso
 
 
 def fill_cache(conditioner: LiveConditioner, samples: SampleDataset, cache: LatentCache, rank: int, world_size: int) -> None:
-    """Encode this rank's share of all samples once, as their first visit crops and flips them.  Not a collective.
-
-    Raises:
-        UserError: an image that cannot be read.
-    """
+    """Encode this rank's share of all samples once, as their first visit crops and flips them.  Not a collective."""
     share = range(rank, len(samples.source), world_size)
     for sample in tqdm(share, desc="encode the images", disable=rank > 0):
-        try:
-            pixels = samples.pixels((sample, 0))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"{samples.source.name(sample)} cannot be read: {' '.join(str(error).split())}") from None
+        pixels, trouble = samples.images((sample, 0))
         latents = conditioner.encode_images(tuple(image[None] for image in pixels))
-        cache.write(sample, [tensor[0] for tensor in latents])
+        cache.write(sample, [tensor[0] for tensor in latents], trouble)

@@ -108,11 +108,24 @@ class DataConfig:
     augment_references: bool = False
     """crop and flip references exactly as the image; off: they stay whole"""
     caption_column: str | None = None
-    """column with the captions; default: --instance_prompt for every image"""
+    """column with the captions, one or a list of several for each image; default: --instance_prompt for every image"""
     instance_data_dir: str | None = None
-    """folder of images, each with its caption in a .txt file of the same name, or --instance_prompt"""
+    """folder of images, each with its caption in a .txt or .caption file of the same name, or --instance_prompt.  A file of
+    several lines has several captions: one is drawn for each visit"""
     instance_prompt: str | None = None
     """caption of every image that has none of its own"""
+    caption_prefix: str = ""
+    """put in front of every caption, with a space between"""
+    trigger_word: str | None = None
+    """put in front of every caption that has it not yet, with a comma between; the prefix comes before it"""
+    shuffle_tags: bool = False
+    """captions are comma-separated tags: put them in another order for each visit"""
+    keep_tags: int = 0
+    """how many first tags of a caption stay where they are"""
+    alpha_background: str = "white"
+    """what shows through transparent images: the name of a colour, or #rrggbb"""
+    max_image_pixels: int = 178956970
+    """an image with more pixels is not decoded: it counts as one that cannot be read"""
     resolution: int | list[int] = 512
     """images are scaled and cropped to this many pixels square, a multiple of 16; of several, [512, 768], each visit of a
     sample draws one that the image is large enough for"""
@@ -130,6 +143,10 @@ class DataConfig:
     """share of samples whose prompt is emptied for the first text encoder, independently of the second (pre-training)"""
     text_encoder_2_dropout: float = 0.0
     """the same for the second text encoder"""
+    on_bad_sample: Literal["skip", "error"] = "skip"
+    """an image or caption that cannot be used: leave its sample out and list it in skipped.jsonl, or stop"""
+    max_bad_fraction: float = 0.05
+    """share of the data that may be left out; beyond it the run stops"""
     cache_latents: bool = False
     """encode every image once, before the first step, into the run's folder, and let the autoencoder go"""
     dataloader_num_workers: int = 0
@@ -254,6 +271,14 @@ class TrainCommand:
 
     dry_run: bool = False
     """print the resolved settings, the final DeepSpeed configs and what would train, and exit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """this command"""
+
+    data: bool = False
+    """decode every image and read every caption, as training would"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,18 @@ class LossSums:
     def __init__(self, device: torch.device) -> None:
         self.sums = torch.zeros(2 + 2 * NUM_SIGMA_BINS, device=device)
 
-    def add(self, loss: Tensor, sigma: Tensor) -> None:
-        """Count the per-sample losses (B,) of one micro step at their sigma (B,); stays on the device, so nobody waits."""
-        loss = loss.detach().float()
+    def add(self, loss: Tensor, sigma: Tensor, weights: Tensor) -> None:
+        """Count the per-sample losses (B,) of one micro step at their sigma (B,); stays on the device, so nobody waits.
+
+        Args:
+            weights: (B,), 0 for a sample that does not count, else 1.
+        """
+        loss = loss.detach().float() * weights
         bins = (sigma * NUM_SIGMA_BINS).long().clamp(max=NUM_SIGMA_BINS - 1)
         self.sums[0] += loss.sum()
-        self.sums[1] += len(loss)
+        self.sums[1] += weights.sum()
         self.sums[2 : 2 + NUM_SIGMA_BINS].index_add_(0, bins, loss)
-        self.sums[2 + NUM_SIGMA_BINS :].index_add_(0, bins, torch.ones_like(loss))
+        self.sums[2 + NUM_SIGMA_BINS :].index_add_(0, bins, weights)
 
     @staticmethod
     def figures(sums: Tensor) -> dict[str, float]:

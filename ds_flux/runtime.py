@@ -128,6 +128,13 @@ def any_rank(flag: bool) -> bool:
     return bool(all_reduce_max(torch.tensor([float(flag)]))[0])
 
 
+def gathered(items: list[Any]) -> list[Any]:
+    """The items of all ranks, rank 0's first, on every rank; a collective."""
+    everyone: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(everyone, items)
+    return [item for of_rank in everyone for item in of_rank]
+
+
 @contextmanager
 def together(what: str) -> Iterator[None]:
     """If the block fails on one rank, it fails on all, with the same message; a collective at its end.

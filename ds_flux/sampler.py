@@ -10,8 +10,10 @@ from typing import Any
 from PIL import Image
 
 from ds_flux import UserError, assemble, lora, models, runtime
+from ds_flux.checks import check_colour
 from ds_flux.conditioning import LiveConditioner
-from ds_flux.config import Config, LoraConfig, SampleCommand
+from ds_flux.config import Config, DataConfig, LoraConfig, SampleCommand
+from ds_flux.data.decode import BadSample, open_image
 from ds_flux.data.images import ReferenceRules, upright
 from ds_flux.families.spec import SampleRequest
 from ds_flux.flags import names_of
@@ -25,11 +27,12 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         UserError: nothing to show, a size the model cannot have, or a reference that is no image.
     """
     prompts = check(command)
+    check_colour(config.data.alpha_background)
     if command.transformer:
         config = replace(config, model=replace(config.model, transformer_path=command.transformer))
     runtime.init()
     with runtime.together("looking for the model"):
-        references = open_references(command, config.data.reference_max_pixels)
+        references = open_references(command, config.data)
         architecture = models.find_architecture(config.model)
         is_distilled = models.is_distilled(architecture, config.model)
         if command.sample_guidance_scale is not None and is_distilled and not architecture.has_guidance:
@@ -80,15 +83,15 @@ def check(command: SampleCommand) -> list[str]:
     return [prompt for prompt in prompts for _ in range(command.num_images_per_prompt)]
 
 
-def open_references(command: SampleCommand, max_pixels: int) -> list[Image.Image]:
+def open_references(command: SampleCommand, data: DataConfig) -> list[Image.Image]:
     """The images of --image at their own shape; the pipeline brings them to whole tokens.  Raises UserError."""
     references = []
     for path in names_of(command.image):
         try:
-            image = upright(Image.open(path))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UserError(f"--image {path} cannot be read: {' '.join(str(error).split())}") from None
-        scaled = ReferenceRules(max_pixels, 1, False).scaled(image.size)
+            image = upright(open_image(path, data.max_image_pixels), data)
+        except BadSample as reason:
+            raise UserError(f"--image {path} cannot be read: {reason}") from None
+        scaled = ReferenceRules(data.reference_max_pixels, 1, False).scaled(image.size)
         references.append(image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS))
     return references
 

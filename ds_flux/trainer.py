@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds_flux.data.cache import LatentCache
 from ds_flux.data.images import RawBatch, SampleDataset, load_batches
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
+from ds_flux.data.skipped import SkippedSamples
 from ds_flux.data.sources import open_source
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
@@ -39,6 +41,7 @@ class Run:
     conditioner: LiveConditioner
     objective: Objective
     samples: SampleDataset
+    skipped: SkippedSamples
     schedule: Schedule
     manifest: Manifest  # of step 0
     first_step: int
@@ -73,7 +76,7 @@ def setup(config: Config) -> Run:
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
     conditioner = assemble.build_conditioner(config, architecture)
-    samples = SampleDataset(source, config.data, config.run.seed, rules)
+    samples = SampleDataset(source, config.data, config.run.seed, rules, partial(shapes.sizes, seed=config.run.seed))
     if config.data.cache_latents:
         conditioner, samples = encode_once(conditioner, samples, Path(config.run.output_dir) / LATENTS)
     return Run(
@@ -82,6 +85,7 @@ def setup(config: Config) -> Run:
         conditioner=conditioner,
         objective=make_objective(config, architecture),
         samples=samples,
+        skipped=SkippedSamples(Path(config.run.output_dir) / "skipped.jsonl", len(source), config.data),
         schedule=schedule,
         manifest=manifest,
         first_step=engine.global_steps,
@@ -97,7 +101,7 @@ def encode_once(conditioner: LiveConditioner, samples: SampleDataset, folder: Pa
         runtime.log("--cache_latents: each sample keeps the crop and flip of its first visit")
     with runtime.together("encoding the images"):
         fill_cache(conditioner, samples, cache, runtime.rank(), runtime.world_size())
-    cached = SampleDataset(samples.source, samples.config, samples.seed, samples.rules, cache)
+    cached = SampleDataset(samples.source, samples.config, samples.seed, samples.rules, samples.sizes_of, cache)
     return replace(conditioner, autoencoder=None, offloaded=()), cached
 
 
@@ -180,20 +184,19 @@ def find_resume(config: Config, manifest: Manifest) -> Path | None:
     return folder
 
 
-def train_step(run: Run, batches: Iterator[RawBatch | UserError]) -> dict[str, float]:
+def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
     """One optimizer step on every rank; its figures, the same on all of them."""
     accumulation = run.schedule.gradient_accumulation_steps
     with runtime.together("reading images"):
         raws = [next(batches) for _ in range(accumulation)]
-        for raw in raws:
-            if isinstance(raw, UserError):
-                raise raw
+    share = share_that_counts(run, raws)
     losses = LossSums(runtime.device())
     for micro_step, raw in enumerate(raws):
         batch = run.conditioner(raw)
         loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
-        run.engine.backward(loss.mean())
-        losses.add(loss, sigma)
+        weights = raw.weights.to(loss.device)
+        run.engine.backward((loss * weights).mean() / share)
+        losses.add(loss, sigma, weights)
         if micro_step < accumulation - 1:
             run.engine.step()  # counts; the optimizer steps at the boundary
     figures = LossSums.figures(runtime.all_reduce_sum(losses.sums))
@@ -211,6 +214,20 @@ def train_step(run: Run, batches: Iterator[RawBatch | UserError]) -> dict[str, f
     return {**figures, "lr": lr, "grad_norm": grad_norm}
 
 
+def share_that_counts(run: Run, raws: list[RawBatch]) -> float:
+    """Of the samples of this step, on all ranks, those that can be used; the others are named.  A collective.
+
+    The loss is the mean over these alone, whichever rank has them.
+    """
+    bad = [one for raw in raws for one in raw.bad]
+    num_bad, num = runtime.all_reduce_sum(torch.tensor([len(bad), sum(len(raw.keys) for raw in raws)])).tolist()
+    if num_bad:
+        run.skipped.agree(bad)
+    if num_bad == num:
+        raise UserError(f"none of the {num} samples of step {run.engine.global_steps + 1} can be used; see {run.skipped.path}")
+    return 1 - num_bad / num
+
+
 def train(config: Config) -> int:
     """The whole run; returns the exit status: 0, or 128 + the signal that ended it early."""
     began_s = time.perf_counter()
@@ -224,6 +241,8 @@ def train(config: Config) -> int:
         signal_number = loop(run, output_dir, writer, stop)
     if signal_number == 0:
         runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
+    if run.skipped.reasons:
+        runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
     return 128 + signal_number if signal_number else 0
 
 

@@ -1,6 +1,7 @@
 """A small model folder of every family, and a data set that is learnt by heart: four prompts, and four edits of a reference."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,11 @@ import datasets
 import torch
 from PIL import Image, ImageOps
 
+from ds_flux.config import DataConfig
+from ds_flux.data.buckets import make_buckets
+from ds_flux.data.images import ImageRules, ReferenceRules, SampleDataset
+from ds_flux.data.shapes import Shapes, look_at_sizes
+from ds_flux.data.sources import open_source
 from ds_flux.families import tiny, tiny_autoencoder
 
 NAMES = "ant bee cat dog".split()
@@ -85,6 +91,19 @@ def write(folder: Path, transformer: dict[str, Any], autoencoder_steps: int) -> 
             autoencoders[small.autoencoder_class] = tiny_autoencoder.train(fresh, seen, autoencoder_steps, batch_size=12)
         tiny.write(name, pairs.model(name), autoencoders[small.autoencoder_class], 0, WORDS, transformer)
     return pairs
+
+
+def rules_of(config: DataConfig, grid: int = 8) -> ImageRules:
+    """The sizes that a run with these settings would use, for a model whose tokens have this side."""
+    return ImageRules(make_buckets(config, grid), ReferenceRules(config.reference_max_pixels, grid, pads_single=False))
+
+
+def dataset_of(config: DataConfig, seed: int = 0, grid: int = 8) -> SampleDataset:
+    """The samples as a run with these settings prepares them."""
+    source, rules = open_source(config), rules_of(config, grid)
+    images, references, _ = look_at_sizes(source, config, rules)
+    shapes = Shapes(rules.buckets, images, references, [], 0)
+    return SampleDataset(source, config, seed, rules, partial(shapes.sizes, seed=seed))
 
 
 def quarters(colors: str, size: tuple[int, int]) -> Image.Image:

@@ -10,11 +10,10 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import RawBatch, ReferenceRules, SampleDataset, load_batches, prepare_pixels, prepare_prompts
+from ds_flux.data.images import load_batches, prepare_pixels, prepare_prompts
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import open_source
-
-RULES = ReferenceRules(max_pixels=1024 * 1024, grid=16, pads_single=False)
+from tests.pairs import dataset_of
 
 
 def schedule(**changes: int) -> Schedule:
@@ -112,8 +111,8 @@ def test_identity_decides_crop_flip_and_dropout() -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8))
     config = DataConfig(resolution=32, random_flip=True, proportion_empty_prompts=0.3, text_encoder_2_dropout=0.3)
     keys = [(sample, visit) for sample in range(30) for visit in range(2)]
-    pixels = {key: prepare_pixels(image, config, 0, key) for key in keys}
-    assert all(torch.equal(pixels[key], prepare_pixels(image, config, 0, key)) for key in keys)
+    pixels = {key: prepare_pixels(image, (32, 32), config, 0, key) for key in keys}
+    assert all(torch.equal(pixels[key], prepare_pixels(image, (32, 32), config, 0, key)) for key in keys)
     assert len({pixels[key].numpy().tobytes() for key in keys}) > 20
     prompts = [prepare_prompts("cat", config, 0, key) for key in keys]
     both = sum(p["text_encoder"] == "" for p in prompts)
@@ -127,7 +126,7 @@ def test_pixels_are_scaled_cropped_and_turned() -> None:
     image = Image.new("RGB", (100, 50), (255, 0, 0))
     image.paste((0, 0, 255), (50, 0, 100, 50))
     config = DataConfig(resolution=32, center_crop=True)
-    pixels = prepare_pixels(image, config, 0, (0, 0))
+    pixels = prepare_pixels(image, (32, 32), config, 0, (0, 0))
     assert pixels.shape == (3, 32, 32)
     assert (pixels[0, :, 0] > 0.9).all() and (pixels[2, :, -1] > 0.9).all()
     assert (pixels.min(), pixels.max()) >= (torch.tensor(-1.0), torch.tensor(0.9))
@@ -135,17 +134,16 @@ def test_pixels_are_scaled_cropped_and_turned() -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     image.info["exif"] = exif.tobytes()
     image.getexif()[0x0112] = 6
-    turned = prepare_pixels(image, config, 0, (0, 0))
+    turned = prepare_pixels(image, (32, 32), config, 0, (0, 0))
     assert (turned[0, 0] > 0.9).all() and (turned[2, -1] > 0.9).all()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bad_image_is_named_not_skipped(tmp_path: Path, num_workers: int) -> None:
+def test_a_bad_image_is_named_and_does_not_count(tmp_path: Path, num_workers: int) -> None:
     picture(tmp_path / "a.png", (255, 0, 0))
     (tmp_path / "b.png").write_bytes(b"no image")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="p", resolution=16, dataloader_num_workers=num_workers)
-    samples = SampleDataset(open_source(config), config, 0, RULES)
-    good, bad = load_batches(samples, [[(0, 0)], [(0, 1), (1, 0)]])
-    assert isinstance(good, RawBatch) and good.keys == [(0, 0)]
-    assert isinstance(bad, UserError) and "b.png cannot be read" in str(bad)
-    assert isinstance(samples[(1, 0)], UserError)
+    good, mixed = load_batches(dataset_of(config, 0, 16), [[(0, 0)], [(0, 1), (1, 0)]])
+    assert good.keys == [(0, 0)] and not good.bad and good.weights.tolist() == [1.0]
+    assert mixed.weights.tolist() == [1.0, 0.0] and mixed.images[0].shape == (2, 3, 16, 16)
+    assert [(bad.sample, bad.name) for bad in mixed.bad] == [(1, str(tmp_path / "b.png"))]

@@ -10,19 +10,19 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import ReferenceRules, SampleDataset, drops_references
+from ds_flux.data.buckets import Buckets
+from ds_flux.data.images import drops_references
 from ds_flux.data.schedule import Schedule
-from ds_flux.data.shapes import Shapes, reference_sizes
+from ds_flux.data.shapes import Shapes, look_at_sizes
 from ds_flux.data.sources import open_source
 from ds_flux.families import tiny
 from tests.conftest import Done
 from tests.distributed import launch, metrics
-from tests.pairs import EDIT, Pairs
+from tests.pairs import EDIT, Pairs, dataset_of, rules_of
 from tests.test_errors import one_line
 
-RULES = ReferenceRules(max_pixels=1024 * 1024, grid=8, pads_single=False)
+ONE = Buckets({32: ((32, 32),)})
 
 
 def table(folder: Path, **columns: list) -> Path:
@@ -135,9 +135,9 @@ def test_a_row_may_have_fewer_references(tmp_path: Path) -> None:
     config = config_of(table(tmp_path / "rows", **columns), cond_image_column="ref, ref_more")
     source = open_source(config)
     assert [len(source[index].references) for index in range(3)] == [3, 0, 1]
-    sizes = reference_sizes(source, config, RULES)
+    _, sizes, _ = look_at_sizes(source, config, rules_of(config))
     assert sizes == [((96, 64), (72, 72), (32, 48)), (), ((64, 64),)]
-    samples = SampleDataset(source, config, 0, RULES)
+    samples = dataset_of(config, 0)
     for index, expected in enumerate(sizes):
         shapes = [tuple(image.shape[:0:-1]) for image in samples[(index, 0)].images]
         assert shapes == [(32, 32), *expected], "the header tells the shape that the pixels have"
@@ -152,15 +152,15 @@ def test_a_camera_turns_the_shape_as_well(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")  # columns of paths
     config = config_of(tmp_path / "rows", cond_image_column="ref")
     source = open_source(config)
-    assert reference_sizes(source, config, RULES)[0] == ((56, 96),)
-    assert SampleDataset(source, config, 0, RULES)[(0, 0)].images[1].shape == (3, 96, 56)
+    assert look_at_sizes(source, config, rules_of(config))[1][0] == ((56, 96),)
+    assert dataset_of(config, 0)[(0, 0)].images[1].shape == (3, 96, 56)
 
 
 def test_batches_have_one_shape_and_lose_nothing() -> None:
     """Three shapes, of which one is rarer than a batch is long: its samples wait."""
     config = DataConfig(reference_dropout=0.3)
     sizes = [((64, 64),)] * 9 + [((96, 64),)] * 5 + [()] * 7
-    shapes = Shapes(sizes, [], 0)
+    shapes = Shapes(ONE, [], sizes, [], 0)
 
     def shape_of(key: tuple[int, int]) -> object:
         return shapes.of(key, config, 3, "text_encoder")
@@ -179,8 +179,8 @@ def test_batches_have_one_shape_and_lose_nothing() -> None:
 
 def test_windows_follow_the_prompt_and_its_dropout() -> None:
     config = DataConfig(proportion_empty_prompts=0.5)
-    shapes = Shapes([], [80, 160, 240], null_window=80)
-    found = {key: shapes.of(key, config, 0, "text_encoder")[1] for key in [(s, v) for s in range(3) for v in range(20)]}
+    shapes = Shapes(ONE, [], [], [(80,), (160,), (240,)], null_window=80)
+    found = {key: shapes.of(key, config, 0, "text_encoder").window for key in [(s, v) for s in range(3) for v in range(20)]}
     assert {found[(2, visit)] for visit in range(20)} == {80, 240}
     assert {found[(0, visit)] for visit in range(20)} == {80}
 
@@ -204,7 +204,7 @@ def test_prompts_of_different_windows_train_in_turn(pairs: Pairs, tmp_path: Path
 def test_reference_dropout_is_the_samples_own(tmp_path: Path) -> None:
     columns = dict(image=[picture(40, 40)] * 2, text=["a"] * 2, ref=[picture(64, 64)] * 2)
     config = config_of(table(tmp_path / "rows", **columns), cond_image_column="ref", reference_dropout=0.5)
-    samples = SampleDataset(open_source(config), config, 7, RULES)
+    samples = dataset_of(config, 7)
     counts = {key: len(samples[key].images) for key in [(s, v) for s in range(2) for v in range(30)]}
     assert all(count == (1 if drops_references(config, 7, key) else 2) for key, count in counts.items())
     assert 15 < sum(count == 1 for count in counts.values()) < 45
@@ -215,7 +215,7 @@ def test_crop_and_flip_together_only_when_asked(tmp_path: Path) -> None:
     columns = dict(image=[noise], text=["a"], ref=[ImageOps.invert(noise)])
     folder = table(tmp_path / "rows", **columns)
     together = config_of(folder, cond_image_column="ref", augment_references=True, random_flip=True)
-    samples = SampleDataset(open_source(together), together, 0, RULES)
+    samples = dataset_of(together, 0)
     flips = set()
     for visit in range(8):
         image, reference = samples[(0, visit)].images
@@ -223,7 +223,7 @@ def test_crop_and_flip_together_only_when_asked(tmp_path: Path) -> None:
         flips.add(image.numpy().tobytes())
     assert len(flips) > 4
     apart = config_of(folder, cond_image_column="ref")
-    images = [SampleDataset(open_source(apart), apart, 0, RULES)[(0, visit)].images for visit in range(4)]
+    images = [dataset_of(apart, 0)[(0, visit)].images for visit in range(4)]
     assert all(torch.equal(images[0][1], other[1]) for other in images), "the reference stays whole"
     assert images[0][1].shape == (3, 64, 96)
 
@@ -274,11 +274,8 @@ def test_a_reference_that_cannot_be_read_is_named_before_the_start(
     rows = {"image": [str(good)] * 4, "ref": [str(good), str(good), str(bad), None], "text": ["a"] * 4}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
     done = run_main("train", *pairs.flags("flux2", tmp_path / "run", dataset_name=tmp_path / "rows", max_train_steps=1))
-    one_line(done, "row 2 of the data set: a reference cannot be read")
+    one_line(done, "1 of 4 samples cannot be used (the first: row 2 of the data set cannot be used: ")
     assert "bad.png" in done.errors and not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="row 2"):
-        config = config_of(tmp_path / "rows", cond_image_column="ref")
-        reference_sizes(open_source(config), config, RULES)
 
 
 def test_captions_longer_than_the_window_are_counted(pairs: Pairs, tmp_path: Path, run_main: Callable[..., Done]) -> None:

@@ -193,7 +193,7 @@ def test_the_loss_is_the_pipelines_arithmetic(pairs: Pairs, name: str, reference
 
 def test_a_flow_map_is_asked_for_the_velocity_where_it_is() -> None:
     """The step-distilled FLUX.3: a jump of length zero."""
-    objective = Objective(family=FLUX3, flow=config.FlowConfig(), seed=0, mu=0.0, guidance_scale=None, is_flow_map=True)
+    objective = Objective(FLUX3, config.FlowConfig(), seed=0, mu_of=lambda _: 0.0, guidance_scale=None, is_flow_map=True)
     sigma = torch.tensor([0.3, 0.8])
     assert torch.equal(objective.extra(sigma)["target_timestep"], sigma)
     small_config = {**tiny.TINY["flux3"].transformer, "flow_map": True}

@@ -26,7 +26,11 @@ FLOORS = [
     ],
     [
         "data.schedule",
+        "data.skipped",
+        "data.decode",
+        "data.captions",
         "data.sources",
+        "data.buckets",
         "data.cache",
         "data.shards",
         "data.store",
@@ -41,7 +45,7 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
     ["assemble", "objective", "checkpoint", "consolidate"],
-    ["trainer", "dry_run", "sampler", "demo"],
+    ["trainer", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}

@@ -14,12 +14,12 @@ from tests.distributed import metrics
 
 def test_loss_by_sigma_bin() -> None:
     losses = LossSums(torch.device("cpu"))
-    losses.add(torch.tensor([1.0, 3.0]), torch.tensor([0.01, 0.1]))
-    losses.add(torch.tensor([8.0]), torch.tensor([1.0]))
+    losses.add(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([0.01, 0.1, 0.2]), torch.tensor([1.0, 1.0, 0.0]))
+    losses.add(torch.tensor([8.0]), torch.tensor([1.0]), torch.ones(1))
     figures = LossSums.figures(losses.sums)
-    assert figures == {"loss": 4.0, "loss_by_sigma/0.000": 2.0, "loss_by_sigma/0.875": 8.0}
+    assert figures == {"loss": 4.0, "num_images": 3, "loss_by_sigma/0.000": 2.0, "loss_by_sigma/0.875": 8.0}
     both_ranks = LossSums.figures(losses.sums * 2)
-    assert both_ranks == figures
+    assert both_ranks == {**figures, "num_images": 6}
 
 
 def test_a_resumed_run_does_not_repeat_lines(tmp_path: Path) -> None:

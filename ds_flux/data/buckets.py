@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
+from ds_flux.data.decode import Size
 from ds_flux.data.schedule import SampleKey
 from ds_flux.randomness import uniform
-
-Size = tuple[int, int]  # width, height in pixels
 
 RATIOS = (1.0, 5 / 4, 4 / 3, 3 / 2, 16 / 9, 2.0)  # width to height, and the other way round: eleven
 

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+
+TROUBLE = "trouble"
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,13 @@ class LatentCache:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    def write(self, sample: int, latents: list[Tensor]) -> None:
-        """Image first, then references, each (C, H, W)."""
+    def write(self, sample: int, latents: list[Tensor], trouble: str | None) -> None:
+        """Image first, then references, each (C, H, W); and why the sample cannot be used, if it cannot."""
         named = {str(number): tensor.cpu().contiguous() for number, tensor in enumerate(latents)}
-        save_file(named, self.folder / f"{sample}.safetensors")
+        save_file(named, self.folder / f"{sample}.safetensors", {TROUBLE: trouble} if trouble else None)
 
-    def read(self, sample: int) -> tuple[Tensor, ...]:
+    def read(self, sample: int) -> tuple[tuple[Tensor, ...], str | None]:
         """What was written, in its order, fp32."""
-        stored = load_file(self.folder / f"{sample}.safetensors")
-        return tuple(stored[str(number)].to(torch.float32) for number in range(len(stored)))
+        with safe_open(self.folder / f"{sample}.safetensors", "pt") as stored:
+            latents = tuple(stored.get_tensor(str(number)).to(torch.float32) for number in range(len(stored.keys())))
+            return latents, (stored.metadata() or {}).get(TROUBLE)

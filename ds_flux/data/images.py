@@ -1,25 +1,27 @@
 """A row of a source -> pixels and prompts, all of it decided by the sample's identity; micro batches of them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.buckets import Buckets, Size
+from ds_flux.data.buckets import Buckets
 from ds_flux.data.cache import LatentCache
+from ds_flux.data.captions import Captions, caption_of
+from ds_flux.data.decode import BadSample, Size, decode, upright_size
 from ds_flux.data.schedule import SampleKey
+from ds_flux.data.skipped import Bad
 from ds_flux.data.sources import Source
 from ds_flux.randomness import uniform
 
 TEXT_ENCODER_DROPOUTS = {"text_encoder": "text_encoder_dropout", "text_encoder_2": "text_encoder_2_dropout"}
-MIN_PADDED_SIDE, ORIENTATION = 64, 0x0112
+MIN_PADDED_SIDE = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class RawBatch:
     prompts: dict[str, list[str]]  # {text encoder: B prompts}
     keys: list[SampleKey]
     are_latents: bool = False
+    bad: tuple[Bad, ...] = ()  # samples that cannot be used; their place is held by zeros, and does not count
+    weights: Tensor | None = None  # (B,): 0 for them, 1 for the others; None: all count
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Sample:
     prompts: dict[str, str]
     key: SampleKey
     are_latents: bool
+    bad: Bad | None = None
 
 
 @dataclass(frozen=True)
@@ -82,27 +87,46 @@ class SampleDataset(Dataset):
     """{sample key: prepared sample}.
 
     Args:
+        sizes_of: the sizes that the images of a visit must have, for the sake of its batch.
         cache: take latents from here instead of decoding images.
     """
 
-    def __init__(self, source: Source, config: DataConfig, seed: int, rules: ImageRules, cache: LatentCache | None = None):
-        self.source, self.config, self.seed, self.rules, self.cache = source, config, seed, rules, cache
+    def __init__(
+        self,
+        source: Source,
+        config: DataConfig,
+        seed: int,
+        rules: ImageRules,
+        sizes_of: Callable[[SampleKey], tuple[Size, ...]],
+        cache: LatentCache | None = None,
+    ):
+        self.source, self.config, self.seed, self.rules = source, config, seed, rules
+        self.sizes_of, self.cache = sizes_of, cache
 
-    def __getitem__(self, key: SampleKey) -> Sample | UserError:
-        """A bad row comes back as a value: an exception would lose its kind on the way out of a worker process."""
+    def __getitem__(self, key: SampleKey) -> Sample:
+        """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
+        images, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
+        prompts = dict.fromkeys(TEXT_ENCODER_DROPOUTS, "")
         try:
-            images = self.cache.read(key[0]) if self.cache else self.pixels(key)
             prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
-        except (OSError, ValueError, SyntaxError, UserError) as error:
-            return UserError(f"{self.source.name(key[0])} cannot be read: {' '.join(str(error).split())}")
+        except (BadSample, OSError, ValueError) as error:
+            trouble = trouble or in_one_line(error)
         images = images[:1] if drops_references(self.config, self.seed, key) else images
-        return Sample(images, prompts, key, self.cache is not None)
+        bad = Bad(key[0], self.source.name(key[0]), trouble) if trouble else None
+        return Sample(images, prompts, key, self.cache is not None, bad)
+
+    def images(self, key: SampleKey) -> tuple[tuple[Tensor, ...], str | None]:
+        """The pixels of image and references; or grey in their place, and what is wrong with them."""
+        try:
+            return self.pixels(key), None
+        except (BadSample, OSError, ValueError) as error:
+            return tuple(torch.zeros(3, height, width) for width, height in self.sizes_of(key)), in_one_line(error)
 
     def pixels(self, key: SampleKey) -> tuple[Tensor, ...]:
         """The image and all its references.
 
         Raises:
-            OSError, ValueError, SyntaxError: one of them is no image.
+            BadSample: one of them cannot be decoded, or the row has no caption.
         """
         row = self.source[key[0]]
         size = self.rules.buckets.of(upright_size(row.image), key, self.seed)
@@ -110,7 +134,14 @@ class SampleDataset(Dataset):
         if self.config.augment_references:
             return image, *(prepare_pixels(other, size, self.config, self.seed, key) for other in row.references)
         is_single = len(row.references) == 1
-        return image, *(as_pixels(fit(upright(other), self.rules.references, is_single)) for other in row.references)
+        return image, *(
+            as_pixels(fit(upright(other, self.config), self.rules.references, is_single)) for other in row.references
+        )
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says."""
+    return " ".join(str(error).split())
 
 
 def happens(rate: float, seed: int, key: SampleKey, purpose: str) -> bool:
@@ -118,14 +149,9 @@ def happens(rate: float, seed: int, key: SampleKey, purpose: str) -> bool:
     return rate > 0 and uniform(seed, key, purpose)[0] < rate
 
 
-def upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera says, in RGB."""
-    return ImageOps.exif_transpose(image).convert("RGB")
-
-
-def upright_size(image: Image.Image) -> Size:
-    """The size of `upright(image)`, from the file's header alone."""
-    return image.size[::-1] if image.getexif().get(ORIENTATION, 1) >= 5 else image.size
+def upright(image: Image.Image, config: DataConfig) -> Image.Image:
+    """Turned as the camera says, in RGB, by the flags.  Raises BadSample."""
+    return decode(image, ImageColor.getcolor(config.alpha_background, "RGB"), config.max_image_pixels)
 
 
 def as_pixels(image: Image.Image) -> Tensor:
@@ -136,7 +162,7 @@ def as_pixels(image: Image.Image) -> Tensor:
 def prepare_pixels(image: Image.Image, size: Size, config: DataConfig, seed: int, key: SampleKey) -> Tensor:
     """(3, height, width) in [-1, 1]: scaled until it covers (width, height), cropped, perhaps flipped."""
     width, height = size
-    image = upright(image)
+    image = upright(image, config)
     scale = max(width / image.width, height / image.height)
     image = image.resize(
         (max(width, round(image.width * scale)), max(height, round(image.height * scale))), Image.Resampling.LANCZOS
@@ -175,25 +201,25 @@ def drops_prompt(config: DataConfig, seed: int, key: SampleKey, encoder: str) ->
     return any(happens(rate, seed, key, purpose) for purpose, rate in rates.items())
 
 
-def prepare_prompts(caption: str, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:
-    """{text encoder: caption, or nothing}."""
+def prepare_prompts(captions: Captions, config: DataConfig, seed: int, key: SampleKey) -> dict[str, str]:
+    """{text encoder: the caption of this visit, or nothing}.  Raises BadSample where there is none."""
+    caption = caption_of(captions, config, seed, key)
     return {encoder: "" if drops_prompt(config, seed, key, encoder) else caption for encoder in TEXT_ENCODER_DROPOUTS}
 
 
-def collate(samples: list[Sample | UserError]) -> RawBatch | UserError:
-    """Samples of one shape -> a batch; the first bad one instead, if there is one."""
-    bad = next((sample for sample in samples if isinstance(sample, UserError)), None)
-    if bad is not None:
-        return bad
+def collate(samples: list[Sample]) -> RawBatch:
+    """Samples of one shape -> a batch."""
     return RawBatch(
         images=tuple(torch.stack(images) for images in zip(*(sample.images for sample in samples), strict=True)),
         prompts={encoder: [sample.prompts[encoder] for sample in samples] for encoder in TEXT_ENCODER_DROPOUTS},
         keys=[sample.key for sample in samples],
         are_latents=samples[0].are_latents,
+        bad=tuple(sample.bad for sample in samples if sample.bad),
+        weights=torch.tensor([0.0 if sample.bad else 1.0 for sample in samples]),
     )
 
 
-def load_batches(samples: SampleDataset, micro_batches: Iterable[list[SampleKey]]) -> Iterator[RawBatch | UserError]:
+def load_batches(samples: SampleDataset, micro_batches: Iterable[list[SampleKey]]) -> Iterator[RawBatch]:
     """The micro batches of a schedule, prepared in --dataloader_num_workers processes."""
     num_workers = samples.config.dataloader_num_workers
     return iter(DataLoader(samples, batch_sampler=micro_batches, collate_fn=collate, num_workers=num_workers))

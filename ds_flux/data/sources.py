@@ -1,6 +1,5 @@
 """Where images and captions come from: a data set of the `datasets` library, or a folder of files."""
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +10,15 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
+from ds_flux.data.captions import Captions, read_caption_file
+from ds_flux.data.decode import BadSample, open_image
 from ds_flux.flags import check_known, names_of
 
 if TYPE_CHECKING:
     import datasets
+
+
+CAPTION_ENDINGS = (".txt", ".caption")
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,18 @@ class Row:
     """One sample as stored; the images are opened and not yet decoded."""
 
     image: Image.Image
-    caption: str
+    caption: Captions
     references: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)
 class Folder(Sequence[Row]):
-    """Images of a folder, captions in .txt files of the same name, else one prompt for all."""
+    """Images of a folder, captions in files of the same name, else one prompt for all."""
 
     paths: tuple[Path, ...]
+    caption_paths: tuple[Path | None, ...]
     prompt: str | None
+    max_pixels: int
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -39,14 +45,17 @@ class Folder(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:
         return Row(*self.images(index), self.caption(index))
 
-    def caption(self, index: int) -> str:
-        """The caption of a row."""
-        path = self.paths[index].with_suffix(".txt")
-        return path.read_text().strip() if path.exists() else str(self.prompt)
+    def caption(self, index: int) -> Captions:
+        """The caption of a row, or several.  Raises BadSample."""
+        path = self.caption_paths[index]
+        if path is None:
+            return self.prompt
+        lines = read_caption_file(path)
+        return lines if len(lines) > 1 else lines[0]
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
-        return (Image.open(self.paths[index]),)
+        return (open_image(self.paths[index], self.max_pixels),)
 
     def references(self, _index: int) -> tuple[Image.Image, ...]:
         """A folder has none."""
@@ -65,6 +74,7 @@ class Table(Sequence[Row]):
     image_column: str
     caption_column: str | None
     prompt: str | None
+    max_pixels: int
     reference_columns: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -75,7 +85,7 @@ class Table(Sequence[Row]):
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
-        return (open_image(self.images_alone[index][self.image_column]),)
+        return (open_cell(self.images_alone[index][self.image_column], self.max_pixels),)
 
     @cached_property
     def images_alone(self) -> "datasets.Dataset":
@@ -92,21 +102,17 @@ class Table(Sequence[Row]):
         """The same of the references."""
         return self.rows.select_columns(list(self.reference_columns))
 
-    def caption(self, index: int) -> str:
-        """The caption of a row."""
-        if self.caption_column is None:
-            return str(self.prompt)
-        caption = self.captions_alone[index][self.caption_column]
-        if not isinstance(caption, str):
-            raise UserError(f"{self.name(index)}: the caption is a {type(caption).__name__}, expected text")
-        return caption
+    def caption(self, index: int) -> Captions:
+        """The caption of a row, or several, as stored."""
+        return self.prompt if self.caption_column is None else self.captions_alone[index][self.caption_column]
 
     def references(self, index: int) -> tuple[Image.Image, ...]:
         """The reference images of a row, column after column; an empty cell is none, a list is several."""
         if not self.reference_columns:
             return ()
         row = self.references_alone[index]
-        return tuple(open_image(value) for column in self.reference_columns for value in as_list(row[column]))
+        values = [value for column in self.reference_columns for value in as_list(row[column])]
+        return tuple(open_cell(value, self.max_pixels) for value in values)
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
@@ -122,15 +128,13 @@ def as_list(value: Any) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def open_image(value: Any) -> Image.Image:
-    """An image of a cell: undecoded bytes, a path, or an image.  Reads the header only.
-
-    Raises:
-        OSError: there is no such file, or it is no image.
-    """
-    if isinstance(value, dict):
-        value = io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"]
-    return value if isinstance(value, Image.Image) else Image.open(value)
+def open_cell(value: Any, max_pixels: int) -> Image.Image:
+    """An image of a cell.  Raises BadSample, with the path where the cell has one: the row's number does not tell it."""
+    try:
+        return open_image(value, max_pixels)
+    except BadSample as reason:
+        path = value.get("path") if isinstance(value, dict) else value
+        raise BadSample(f"{path}: {reason}" if isinstance(path, str) else str(reason)) from None
 
 
 def open_source(config: DataConfig) -> Source:
@@ -150,15 +154,26 @@ def open_folder(config: DataConfig) -> Folder:
     folder = Path(str(config.instance_data_dir))
     if not folder.is_dir():
         raise UserError(f"--instance_data_dir {folder}: no such folder")
-    endings = Image.registered_extensions()
-    paths = tuple(sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings))
-    bare = [path for path in paths if not path.with_suffix(".txt").exists()]
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    files = sorted(folder.rglob("*"))
+    paths = tuple(path for path in files if path.suffix.lower() in endings)
+    texts = caption_files(files)
+    caption_paths = tuple(texts.get(path.with_suffix("")) for path in paths)
+    bare = [path for path, text in zip(paths, caption_paths) if text is None]
     if bare and config.instance_prompt is None:
         raise UserError(
             f"{len(bare)} of {len(paths)} images in {folder} have no caption (the first: {bare[0].name}): "
-            "add .txt files or give --instance_prompt"
+            "add .txt or .caption files, or give --instance_prompt"
         )
-    return Folder(paths, config.instance_prompt)
+    return Folder(paths, caption_paths, config.instance_prompt, config.max_image_pixels)
+
+
+def caption_files(files: Iterable[Path]) -> dict[Path, Path]:
+    """{path without its ending: caption file}; .txt before .caption, both in any case."""
+    found = {}
+    for ending in reversed(CAPTION_ENDINGS):
+        found |= {path.with_suffix(""): path for path in files if path.suffix.lower() == ending}
+    return found
 
 
 def open_table(config: DataConfig) -> Table:
@@ -171,7 +186,14 @@ def open_table(config: DataConfig) -> Table:
     for flag, columns in flags.items():
         check_known(columns, rows.column_names, f"column (--{flag}) of {config.dataset_name}")
     rows = undecoded(rows, [config.image_column, *references])
-    return Table(rows, config.image_column, config.caption_column, config.instance_prompt, tuple(references))
+    return Table(
+        rows=rows,
+        image_column=config.image_column,
+        caption_column=config.caption_column,
+        prompt=config.instance_prompt,
+        max_pixels=config.max_image_pixels,
+        reference_columns=tuple(references),
+    )
 
 
 def undecoded(rows: "datasets.Dataset", columns: Iterable[str]) -> "datasets.Dataset":

@@ -1,0 +1,62 @@
+"""Samples that cannot be used: named once, counted by all ranks together, and bounded."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_flux import UserError, runtime
+from ds_flux.config import DataConfig
+
+NUM_NAMED = 5  # in the log; all are in the file
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A sample that cannot be used, and why."""
+
+    sample: int
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} cannot be used: {self.reason}"
+
+
+class SkippedSamples:
+    """What was left out so far, the same on every rank; rank 0 keeps it in a file, one JSON line for each.
+
+    Args:
+        path: skipped.jsonl in the run's folder; what an earlier part of the run left out is in it already.
+    """
+
+    def __init__(self, path: Path, num_samples: int, config: DataConfig):
+        self.path, self.num_samples, self.config = path, num_samples, config
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.reasons = {row["sample"]: row["reason"] for row in map(json.loads, lines)}
+
+    def agree(self, here: list[Bad]) -> None:
+        """Count what each rank met in a step that had any.  A collective.
+
+        Raises:
+            UserError: more than --max_bad_fraction of the data, or any at all with --on_bad_sample error.
+        """
+        new = {bad.sample: bad for bad in runtime.gathered(here) if bad.sample not in self.reasons}
+        for bad in new.values():
+            if self.config.on_bad_sample == "error":
+                raise UserError(f"{bad}; --on_bad_sample skip goes on without it")
+            self.reasons[bad.sample] = bad.reason
+            if len(self.reasons) <= NUM_NAMED:
+                runtime.log(f"{bad}; it is left out (--on_bad_sample skip) and listed in {self.path.name}")
+        if runtime.rank() == 0 and new:
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(vars(bad)) + "\n" for bad in new.values())
+        self.check(next(iter(new.values()), None))
+
+    def check(self, last: Any) -> None:
+        """Raise UserError when too much of the data is lost."""
+        if len(self.reasons) > self.config.max_bad_fraction * self.num_samples:
+            raise UserError(
+                f"{len(self.reasons)} of {self.num_samples} samples cannot be used, more than --max_bad_fraction "
+                f"{self.config.max_bad_fraction} (the last: {last}); see {self.path}"
+            )
