@@ -33,6 +33,20 @@ def consolidate(argv: list[str]) -> int:
     return module.main(argv)
 
 
+def precompute(argv: list[str]) -> int:
+    """encode the prompts and images of a training run, and end"""
+    from ds_flux import checks, config
+
+    settings, _ = config.load(argv, "ds-flux precompute", config.PrecomputeCommand)
+    checks.check(settings)
+    from ds_flux import precompute as module
+    from ds_flux import runtime
+
+    module.precompute(settings)
+    runtime.shutdown()
+    return 0
+
+
 def sample(argv: list[str]) -> int:
     """make images from prompts"""
     from ds_flux import config
@@ -67,7 +81,7 @@ def demo(argv: list[str]) -> int:
     return module.main(argv)
 
 
-COMMANDS = {command.__name__: command for command in (train, consolidate, sample, doctor, demo)}
+COMMANDS = {command.__name__: command for command in (train, precompute, consolidate, sample, doctor, demo)}
 
 
 def usage() -> str:

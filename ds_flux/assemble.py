@@ -2,21 +2,55 @@
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from diffusers.optimization import get_scheduler
 
 from ds_flux import UserError, models, runtime
-from ds_flux.conditioning import LiveConditioner
+from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, LoraConfig
 from ds_flux.data.buckets import make_buckets
-from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ImageRules, ReferenceRules
+from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ImageRules, ReferenceRules, SampleDataset
 from ds_flux.data.schedule import Schedule, one_shape
 from ds_flux.data.shapes import Shapes, caption_lengths, look_at_sizes, window_of
-from ds_flux.data.sources import Source
+from ds_flux.data.sources import Source, open_source
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is fed with."""
+
+    source: Source
+    shapes: Shapes
+    samples: SampleDataset
+
+
+def find_model(config: Config) -> models.Architecture:
+    """The model that the flags name, all of its components there.  Raises UserError where something is missing or does not fit."""
+    architecture = models.find_architecture(config.model)
+    check_fits_model(config, architecture)
+    for component in models.components(architecture.family):
+        models.component_folder(config.model, component)
+    return architecture
+
+
+def look_at_data(config: Config, architecture: models.Architecture) -> Inputs:
+    """The data, and the shape of every sample.  A collective.
+
+    Raises:
+        UserError: there is none, or too much of it cannot be used.
+    """
+    with runtime.together("looking at the sizes"):
+        rules = image_rules(config, architecture)
+    source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
+    shapes = runtime.on_main(lambda: look_at_samples(config, architecture, source, rules), "looking at the samples")
+    sizes_of = partial(shapes.sizes, seed=config.run.seed)
+    samples = SampleDataset(source, config.data, config.run.seed, rules, sizes_of)
+    return Inputs(source, shapes, samples)
 
 
 def check_fits_model(config: Config, architecture: models.Architecture) -> None:
@@ -147,7 +181,7 @@ def frozen_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, A
     return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size, config.model.offload)
 
 
-def build_conditioner(config: Config, architecture: models.Architecture) -> LiveConditioner:
+def build_conditioner(config: Config, architecture: models.Architecture) -> Conditioner:
     """Frozen encoders: the large one in an engine of its own, the others whole on every rank.  A collective."""
     family = architecture.family
     encoders: dict[str, Any] = {}
@@ -163,7 +197,7 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Live
         whole += [] if ds_config else [encoder]
     with runtime.together("loading the autoencoder"):
         autoencoder = models.build_autoencoder(family, config.model)
-    return LiveConditioner(
+    return Conditioner(
         family=family,
         encoders=encoders,
         tokenizers=models.build_tokenizers(family, config.model),

@@ -82,6 +82,10 @@ def source_rules(data: DataConfig) -> Rules:
             data.instance_prompt is not None and not data.instance_prompt.strip(),
             "--instance_prompt is empty: to train without prompts, give --proportion_empty_prompts 1",
         ),
+        (
+            data.cache_text and data.shuffle_tags,
+            "--cache_text keeps every prompt, and --shuffle_tags makes new ones at every visit: give one of them",
+        ),
         (data.keep_tags < 0, f"--keep_tags {data.keep_tags} must be 0 or more"),
         (data.keep_tags > 0 and not data.shuffle_tags, "--keep_tags has no effect without --shuffle_tags"),
     ]

@@ -1,4 +1,4 @@
-"""RawBatch -> Batch: what the frozen text encoders and the autoencoder make of a micro batch."""
+"""RawBatch -> Batch: what the frozen text encoders and the autoencoder make of a micro batch, or made of it earlier."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from ds_flux.data.cache import LatentCache
-from ds_flux.data.images import RawBatch, SampleDataset
+from ds_flux.data.cache import TextCache
+from ds_flux.data.images import RawBatch
 from ds_flux.families.spec import FluxFamily
 from ds_flux.latents import Batch, patchify
 
 
 @dataclass(frozen=True)
-class LiveConditioner:
-    """Encodes every batch as it comes.  Calling it is a collective where an encoder is sharded: all ranks, equally often."""
+class Conditioner:
+    """Encodes every batch as it comes, but for what is cached.
+
+    Calling it is a collective where an encoder is sharded: all ranks, equally often.
+    """
 
     family: FluxFamily
     encoders: dict[str, Callable[..., Any]]  # {text encoder: module or engine}
@@ -27,6 +29,8 @@ class LiveConditioner:
     device: torch.device
     offloaded: tuple[nn.Module, ...] = ()
     """modules that are kept in CPU memory between uses"""
+    text_cache: TextCache | None = None
+    """features from here instead of the encoders, which are gone"""
 
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
@@ -45,6 +49,8 @@ class LiveConditioner:
     @torch.no_grad()
     def encode_text(self, prompts: dict[str, list[str]]) -> dict[str, Tensor]:
         """{transformer argument: features} of one prompt for each sample and text encoder."""
+        if self.text_cache is not None:
+            return {name: features.to(self.device) for name, features in self.text_cache.read(prompts).items()}
         with self.at_hand(*self.encoders.values()):
             return self.family.encode_text(self.encoders, self.tokenizers, prompts, self.max_sequence_length, self.device)
 
@@ -64,12 +70,3 @@ def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tenso
     mean, std = (x.to(pixels.device) for x in family.latent_statistics(autoencoder))
     moments = autoencoder.encode(pixels.to(autoencoder.dtype)).latent_dist
     return (patchify(moments.mode().float()) - mean) / std
-
-
-def fill_cache(conditioner: LiveConditioner, samples: SampleDataset, cache: LatentCache, rank: int, world_size: int) -> None:
-    """Encode this rank's share of all samples once, as their first visit crops and flips them.  Not a collective."""
-    share = range(rank, len(samples.source), world_size)
-    for sample in tqdm(share, desc="encode the images", disable=rank > 0):
-        pixels, trouble = samples.images((sample, 0))
-        latents = conditioner.encode_images(tuple(image[None] for image in pixels))
-        cache.write(sample, [tensor[0] for tensor in latents], trouble)

@@ -148,7 +148,11 @@ class DataConfig:
     max_bad_fraction: float = 0.05
     """share of the data that may be left out; beyond it the run stops"""
     cache_latents: bool = False
-    """encode every image once, before the first step, into the run's folder, and let the autoencoder go"""
+    """encode every image once, before the first step, and let the autoencoder go"""
+    cache_text: bool = False
+    """encode every distinct prompt once, before the first step, and let the text encoders go"""
+    cache_dir: str | None = None
+    """where encoded images and prompts are kept, and found again by later runs; default: cache in the run's folder"""
     dataloader_num_workers: int = 0
     """processes that decode images; 0: the training process itself"""
 
@@ -271,6 +275,11 @@ class TrainCommand:
 
     dry_run: bool = False
     """print the resolved settings, the final DeepSpeed configs and what would train, and exit"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecomputeCommand:
+    """this command"""
 
 
 @dataclass(frozen=True, kw_only=True)

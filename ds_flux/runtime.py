@@ -5,6 +5,7 @@ whatever only one rank notices (a signal) is agreed with `any_rank` before anyon
 """
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -133,6 +134,22 @@ def gathered(items: list[Any]) -> list[Any]:
     everyone: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(everyone, items)
     return [item for of_rank in everyone for item in of_rank]
+
+
+def free(module: Any) -> None:
+    """Let go of a frozen module, in an engine or not, so that its memory goes back to the system; all ranks together."""
+    if isinstance(module, deepspeed.DeepSpeedEngine):
+        module.destroy()
+        module = module.module
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+        for partition in (parameter.ds_tensor,) if hasattr(parameter, "ds_tensor") else ():
+            partition.data = torch.empty(0)
+    gc.collect()
+    get_accelerator().empty_cache()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ds_flux import UserError, assemble, lora, models, runtime
 from ds_flux.checks import check_colour
-from ds_flux.conditioning import LiveConditioner
+from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, DataConfig, LoraConfig, SampleCommand
 from ds_flux.data.decode import BadSample, open_image
 from ds_flux.data.images import ReferenceRules, upright
@@ -105,7 +105,7 @@ def size_of(command: SampleCommand, resolution: int, grid: int, references: list
     return height, width
 
 
-def build(config: Config, architecture: models.Architecture, lora_config: LoraConfig) -> tuple[dict[str, Any], LiveConditioner]:
+def build(config: Config, architecture: models.Architecture, lora_config: LoraConfig) -> tuple[dict[str, Any], Conditioner]:
     """What the stock pipelines are made of, and what encodes the prompts.  A collective."""
     transformer = assemble.build_frozen_transformer(config, architecture, lora_config)
     conditioner = assemble.build_conditioner(config, architecture)

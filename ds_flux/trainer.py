@@ -6,30 +6,25 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_flux import UserError, assemble, checkpoint, lora, models, runtime
-from ds_flux.conditioning import LiveConditioner, fill_cache
+from ds_flux import UserError, assemble, caching, checkpoint, lora, models, runtime
+from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
-from ds_flux.data.cache import LatentCache
 from ds_flux.data.images import RawBatch, SampleDataset, load_batches
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
-from ds_flux.data.sources import open_source
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.weights import num_elements
-
-LATENTS = "cache/latents"  # in the run's folder
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Run:
 
     config: Config
     engine: engines.Engine
-    conditioner: LiveConditioner
+    conditioner: Conditioner
     objective: Objective
     samples: SampleDataset
     skipped: SkippedSamples
@@ -51,58 +46,38 @@ class Run:
 def setup(config: Config) -> Run:
     """Build everything; nothing is written before this has succeeded.  A collective."""
     with runtime.together("looking for the model"):
-        architecture = models.find_architecture(config.model)
-        assemble.check_fits_model(config, architecture)
+        architecture = assemble.find_model(config)
         on_meta = models.transformer_on_meta(architecture)
         ds_config = assemble.transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
         if config.lora.rank is not None:
             lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
-        for component in models.components(architecture.family):
-            models.component_folder(config.model, component)
-        rules = assemble.image_rules(config, architecture)
-    source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
-    shapes = runtime.on_main(lambda: assemble.look_at_samples(config, architecture, source, rules), "looking at the samples")
-    schedule = assemble.make_schedule(config, architecture, len(source), shapes)
+    inputs = assemble.look_at_data(config, architecture)
+    schedule = assemble.make_schedule(config, architecture, len(inputs.source), inputs.shapes)
     counts = assemble.counts_of_shapes(schedule)
     last_step = assemble.num_steps(config, schedule, counts)
     assemble.name_rare_shapes(schedule, counts, last_step)
-    manifest = describe(config, architecture, ds_config, schedule, shapes)
+    manifest = describe(config, architecture, ds_config, schedule, inputs.shapes)
     resume_folder = find_resume(config, manifest)
 
+    conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), inputs.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
     engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
     if resume_folder:
         checkpoint.load(engine, resume_folder, manifest)
-    conditioner = assemble.build_conditioner(config, architecture)
-    samples = SampleDataset(source, config.data, config.run.seed, rules, partial(shapes.sizes, seed=config.run.seed))
-    if config.data.cache_latents:
-        conditioner, samples = encode_once(conditioner, samples, Path(config.run.output_dir) / LATENTS)
     return Run(
         config=config,
         engine=engine,
         conditioner=conditioner,
         objective=make_objective(config, architecture),
         samples=samples,
-        skipped=SkippedSamples(Path(config.run.output_dir) / "skipped.jsonl", len(source), config.data),
+        skipped=SkippedSamples(Path(config.run.output_dir) / "skipped.jsonl", len(inputs.source), config.data),
         schedule=schedule,
         manifest=manifest,
         first_step=engine.global_steps,
         last_step=last_step,
     )
-
-
-def encode_once(conditioner: LiveConditioner, samples: SampleDataset, folder: Path) -> tuple[LiveConditioner, SampleDataset]:
-    """Encode every image once, each by one rank, and let the autoencoder go.  A collective."""
-    cache = LatentCache(folder)
-    runtime.on_main(cache.clear, "making room for the latents")
-    if samples.config.random_flip or not samples.config.center_crop:
-        runtime.log("--cache_latents: each sample keeps the crop and flip of its first visit")
-    with runtime.together("encoding the images"):
-        fill_cache(conditioner, samples, cache, runtime.rank(), runtime.world_size())
-    cached = SampleDataset(samples.source, samples.config, samples.seed, samples.rules, samples.sizes_of, cache)
-    return replace(conditioner, autoencoder=None, offloaded=()), cached
 
 
 def make_objective(config: Config, architecture: models.Architecture) -> Objective:

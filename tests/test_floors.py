@@ -31,9 +31,9 @@ FLOORS = [
         "data.captions",
         "data.sources",
         "data.buckets",
-        "data.cache",
         "data.shards",
         "data.store",
+        "data.cache",
         "data.images",
         "data.shapes",
         "attention",
@@ -44,8 +44,8 @@ FLOORS = [
         "lora",
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
-    ["assemble", "objective", "checkpoint", "consolidate"],
-    ["trainer", "dry_run", "sampler", "doctor", "demo"],
+    ["assemble", "caching", "objective", "checkpoint", "consolidate"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}

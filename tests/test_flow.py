@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
 from ds_flux import config, flow, models, trainer
-from ds_flux.conditioning import LiveConditioner
+from ds_flux.conditioning import Conditioner
 from ds_flux.data.images import RawBatch
 from ds_flux.denoiser import denoising_loss
 from ds_flux.families.flux1 import FLUX1
@@ -50,8 +50,8 @@ def test_shift_is_the_schedulers() -> None:
     torch.testing.assert_close(flow.shift_sigma(FlowMatchEulerDiscreteScheduler().sigmas, math.log(3.0)), static.sigmas)
 
 
-def make_conditioner(pipeline: FluxPipeline) -> LiveConditioner:
-    return LiveConditioner(
+def make_conditioner(pipeline: FluxPipeline) -> Conditioner:
+    return Conditioner(
         family=FLUX1,
         encoders={"text_encoder": pipeline.text_encoder, "text_encoder_2": pipeline.text_encoder_2},
         tokenizers={"text_encoder": pipeline.tokenizer, "text_encoder_2": pipeline.tokenizer_2},

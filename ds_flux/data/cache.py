@@ -1,35 +1,48 @@
-"""Encoded images on disk, one file for each sample."""
+"""Encoded images and prompts in a store: which record a sample needs, and how it is read."""
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from ds_flux.data.store import Store, Writer
 
 TROUBLE = "trouble"
 
 
 @dataclass(frozen=True)
 class LatentCache:
-    """{sample id: latents of its image and of its references}; each sample is written once, by one rank."""
+    """{sample id: latents of its image and of its references}."""
 
-    folder: Path
+    store: Store
 
-    def clear(self) -> None:
-        """Begin with nothing."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-
-    def write(self, sample: int, latents: list[Tensor], trouble: str | None) -> None:
+    @staticmethod
+    def write(writer: Writer, sample: int, fingerprint: str, latents: list[Tensor], trouble: str | None) -> None:
         """Image first, then references, each (C, H, W); and why the sample cannot be used, if it cannot."""
-        named = {str(number): tensor.cpu().contiguous() for number, tensor in enumerate(latents)}
-        save_file(named, self.folder / f"{sample}.safetensors", {TROUBLE: trouble} if trouble else None)
+        named = {str(number): tensor for number, tensor in enumerate(latents)}
+        if trouble:
+            named[TROUBLE] = torch.frombuffer(bytearray(trouble.encode()), dtype=torch.uint8)
+        writer.add(str(sample), fingerprint, named)
 
     def read(self, sample: int) -> tuple[tuple[Tensor, ...], str | None]:
         """What was written, in its order, fp32."""
-        with safe_open(self.folder / f"{sample}.safetensors", "pt") as stored:
-            latents = tuple(stored.get_tensor(str(number)).to(torch.float32) for number in range(len(stored.keys())))
-            return latents, (stored.metadata() or {}).get(TROUBLE)
+        record = dict(self.store.read(str(sample)))
+        trouble = record.pop(TROUBLE, None)
+        latents = tuple(record[str(number)].to(torch.float32) for number in range(len(record)))
+        return latents, None if trouble is None else bytes(trouble.tolist()).decode()
+
+
+@dataclass(frozen=True)
+class TextCache:
+    """{prompt: its features}, by the transformer's argument names."""
+
+    store: Store
+    arguments: dict[str, str]
+    """{text encoder: the argument its features go to}"""
+
+    def read(self, prompts: dict[str, list[str]]) -> dict[str, Tensor]:
+        """{argument: (B, ...)} of one prompt for each sample and text encoder."""
+        return {
+            argument: torch.stack([self.store.read(prompt)[argument] for prompt in prompts[encoder]])
+            for encoder, argument in self.arguments.items()
+        }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +84,7 @@ class ImageRules:
     references: ReferenceRules
 
 
+@dataclass(frozen=True)
 class SampleDataset(Dataset):
     """{sample key: prepared sample}.
 
@@ -91,17 +93,12 @@ class SampleDataset(Dataset):
         cache: take latents from here instead of decoding images.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        config: DataConfig,
-        seed: int,
-        rules: ImageRules,
-        sizes_of: Callable[[SampleKey], tuple[Size, ...]],
-        cache: LatentCache | None = None,
-    ):
-        self.source, self.config, self.seed, self.rules = source, config, seed, rules
-        self.sizes_of, self.cache = sizes_of, cache
+    source: Source
+    config: DataConfig
+    seed: int
+    rules: ImageRules
+    sizes_of: Callable[[SampleKey], tuple[Size, ...]]
+    cache: LatentCache | None = None
 
     def __getitem__(self, key: SampleKey) -> Sample:
         """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
@@ -121,6 +118,13 @@ class SampleDataset(Dataset):
             return self.pixels(key), None
         except (BadSample, OSError, ValueError) as error:
             return tuple(torch.zeros(3, height, width) for width, height in self.sizes_of(key)), in_one_line(error)
+
+    def transform(self, key: SampleKey) -> list[Any]:
+        """What a visit's pixels follow from beside the files."""
+        config = self.config
+        crop = None if config.center_crop else uniform(self.seed, key, "crop", 2)
+        flip = config.random_flip and uniform(self.seed, key, "flip")[0] < 0.5
+        return [self.sizes_of(key), crop, flip, config.augment_references, config.alpha_background]
 
     def pixels(self, key: SampleKey) -> tuple[Tensor, ...]:
         """The image and all its references.

@@ -1,5 +1,6 @@
 """Where images and captions come from: a data set of the `datasets` library, or a folder of files."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,10 @@ class Folder(Sequence[Row]):
         """A folder has none."""
         return ()
 
+    def fingerprint(self, index: int) -> str:
+        """Of the image's bytes."""
+        return digest_of([self.paths[index]])
+
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
         return str(self.paths[index])
@@ -118,8 +123,30 @@ class Table(Sequence[Row]):
         """How to find a row, for messages."""
         return f"row {index} of the data set"
 
+    def fingerprint(self, index: int) -> str:
+        """Of the bytes of the image and its references."""
+        values = [self.images_alone[index][self.image_column]]
+        if self.reference_columns:
+            row = self.references_alone[index]
+            values += [value for column in self.reference_columns for value in as_list(row[column])]
+        return digest_of(values)
+
 
 Source = Folder | Table
+
+
+def digest_of(values: list[Any]) -> str:
+    """Of the bytes that cells hold or point to; a file that cannot be read is its name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        if isinstance(value, dict):
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        try:
+            digest.update(value if isinstance(value, bytes) else Path(value).read_bytes())
+        except (OSError, TypeError):
+            digest.update(repr(value).encode())
+        digest.update(b"|")
+    return digest.hexdigest()
 
 
 def as_list(value: Any) -> list[Any]:

@@ -114,6 +114,7 @@ FLUX1 = FluxFamily(
             architecture="CLIPTextModel",
             model_class=CLIPTextModel,
             tokenizer_class=CLIPTokenizer,
+            argument="pooled_projections",
             width_key="pooled_projection_dim",
             is_large=False,
         ),

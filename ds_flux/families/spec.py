@@ -26,6 +26,8 @@ class TextEncoderSpec:
     tokenizer_class: type
     layers: tuple[int, ...] = ()
     """hidden states that are stacked to features; nothing above the last one is loaded.  Empty: the model's own output"""
+    argument: str = "encoder_hidden_states"
+    """the transformer argument that its features go to"""
     width_key: str = "joint_attention_dim"
     """the entry of the transformer's config that the width of the features must equal"""
     is_large: bool = True

@@ -1,0 +1,20 @@
+"""`ds-flux precompute`: fill the caches of a run and end."""
+
+from dataclasses import replace
+
+from ds_flux import assemble, caching, runtime
+from ds_flux.config import Config
+
+
+def precompute(config: Config) -> None:
+    """Encode all prompts and images that the run with these settings needs; both, unless the flags name one of them."""
+    if not (config.data.cache_text or config.data.cache_latents):
+        both = not config.data.shuffle_tags  # which makes new prompts at every visit
+        config = replace(config, data=replace(config.data, cache_text=both, cache_latents=True))
+    runtime.init()
+    with runtime.together("looking for the model"):
+        architecture = assemble.find_model(config)
+    inputs = assemble.look_at_data(config, architecture)
+    conditioner = assemble.build_conditioner(config, architecture)
+    caching.prepare(config, conditioner, inputs.samples)
+    runtime.log(f"done: {caching.cache_folder(config)}")
