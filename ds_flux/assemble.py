@@ -30,7 +30,7 @@ class Inputs:
 
 
 def find_model(config: Config) -> models.Architecture:
-    """The model that the flags name, all of its components there.  Raises UserError where something is missing or does not fit."""
+    """The model that the flags name.  Raises UserError where a component is missing or does not fit."""
     architecture = models.find_architecture(config.model)
     check_fits_model(config, architecture)
     for component in models.components(architecture.family):
@@ -133,7 +133,7 @@ def counts_of_shapes(schedule: Schedule) -> Counter[Any]:
 def num_steps(config: Config, schedule: Schedule, counts: Counter[Any]) -> int:
     """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
     per_epoch = sum(count / schedule.size_of(shape) for shape, count in counts.items())
-    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * per_epoch - 1e-9)
+    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * config.train.repeats * per_epoch - 1e-9)
 
 
 def name_rare_shapes(schedule: Schedule, counts: Counter[Any], last_step: int) -> None:

@@ -12,7 +12,7 @@ SHARES = (
 )  # fmt: skip
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
-    "max_image_pixels",
+    "max_image_pixels", "repeats",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
 
@@ -67,12 +67,13 @@ def source_rules(data: DataConfig) -> Rules:
     """Which images and captions."""
     return [
         (
-            (data.dataset_name is None) == (data.instance_data_dir is None),
-            "give either --dataset_name or --instance_data_dir" + (", not both" if data.dataset_name else ""),
+            (data.dataset_name is None and data.data_files is None) == (data.instance_data_dir is None),
+            "give either --dataset_name (or --data_files) or --instance_data_dir"
+            + (", not both" if data.instance_data_dir else ""),
         ),
         (
-            data.dataset_name is not None and (data.caption_column or data.instance_prompt) is None,
-            "--dataset_name needs --caption_column or --instance_prompt",
+            data.instance_data_dir is None and (data.caption_column or data.instance_prompt) is None,
+            f"--{'dataset_name' if data.dataset_name else 'data_files'} needs --caption_column or --instance_prompt",
         ),
         (
             data.instance_data_dir is not None and data.caption_column is not None,
@@ -95,8 +96,8 @@ def reference_rules(data: DataConfig) -> Rules:
     """What belongs to editing."""
     return [
         (
-            data.cond_image_column is not None and data.dataset_name is None,
-            "--cond_image_column names a column: it goes with --dataset_name",
+            data.cond_image_column is not None and data.instance_data_dir is not None,
+            "--cond_image_column names a column: it goes with --dataset_name or --data_files",
         ),
         (
             data.cond_image_column is None and (data.reference_dropout > 0 or data.augment_references),

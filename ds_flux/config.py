@@ -94,6 +94,8 @@ class DataConfig:
 
     dataset_name: str | None = None
     """hub id or local path, for the `datasets` library"""
+    data_files: str | list[str] | None = None
+    """files for the `datasets` library instead: webdataset shards (.tar), .parquet, .json, .jsonl or .csv; with * for several"""
     dataset_config_name: str | None = None
     """which configuration of the data set"""
     image_column: str = "image"
@@ -222,6 +224,8 @@ class TrainConfig:
     """optimizer steps; default: what --num_train_epochs needs"""
     num_train_epochs: int = 1
     """passes over the data, unless --max_train_steps is given"""
+    repeats: int = 1
+    """how often an epoch visits each sample, each time with its own crop, noise and caption"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The schedule, the sources, and what a sample's identity decides."""
 
+import tarfile
 from pathlib import Path
 
 import datasets
@@ -147,3 +148,65 @@ def test_a_bad_image_is_named_and_does_not_count(tmp_path: Path, num_workers: in
     assert good.keys == [(0, 0)] and not good.bad and good.weights.tolist() == [1.0]
     assert mixed.weights.tolist() == [1.0, 0.0] and mixed.images[0].shape == (2, 3, 16, 16)
     assert [(bad.sample, bad.name) for bad in mixed.bad] == [(1, str(tmp_path / "b.png"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files of every kind
+
+
+def write_files(folder: Path, kind: str) -> str:
+    """Three red, green and blue pictures with captions, as `kind`; returns what --data_files is given."""
+    colors = {"red": (255, 0, 0), "green": (0, 128, 0), "blue": (0, 0, 255)}
+    for name, color in colors.items():
+        picture(folder / f"{name}.png", color)
+    rows = {"image": [f"{name}.png" for name in colors], "text": [f"a {name} one" for name in colors]}
+    if kind == "tar":
+        for shard, names in enumerate([["red", "green"], ["blue"]]):
+            with tarfile.open(folder / f"shard-{shard}.tar", "w") as tar:
+                for name in names:
+                    (folder / f"{name}.txt").write_text(f"a {name} one")
+                    tar.add(folder / f"{name}.png", f"{name}.png")
+                    tar.add(folder / f"{name}.txt", f"{name}.txt")
+        return str(folder / "shard-*.tar")
+    table = datasets.Dataset.from_dict(rows)
+    match kind:
+        case "csv":
+            table.to_csv(folder / "rows.csv")
+        case "jsonl":
+            table.to_json(folder / "rows.jsonl")
+        case "parquet":
+            table.to_parquet(folder / "rows.parquet")
+        case "parquet with bytes":
+            stored = {**rows, "image": [{"bytes": (folder / name).read_bytes(), "path": None} for name in rows["image"]]}
+            features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+            embedded = datasets.Dataset.from_dict(stored, features=features)
+            embedded.to_parquet(folder / "rows.parquet")
+            for name in rows["image"]:
+                (folder / name).unlink()
+    return str(folder / f"rows.{kind.split()[0]}")
+
+
+@pytest.mark.parametrize("kind", ["tar", "csv", "jsonl", "parquet", "parquet with bytes"])
+def test_files_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The paths in a table begin beside it, wherever the run is started."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    files = write_files(tmp_path, kind)
+    columns = dict(image_column="png", caption_column="txt") if kind == "tar" else dict(caption_column="text")
+    config = DataConfig(data_files=files, resolution=16, **columns)
+    samples = dataset_of(config, 0, 16)
+    found = {}
+    for index in range(len(samples.source)):
+        sample = samples[(index, 0)]
+        assert sample.bad is None, sample.bad
+        found[sample.prompts["text_encoder"]] = sample.images[0][:, 8, 8].add(1).mul(127.5).round().int().tolist()
+    assert found == {"a red one": [255, 0, 0], "a green one": [0, 128, 0], "a blue one": [0, 0, 255]}
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [("nowhere/*.tar", "nowhere"), ("a.txt", "expected files of one kind"), (["a.csv", "b.tar"], "of one kind")],
+)
+def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: object, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        open_source(DataConfig(data_files=files, instance_prompt="p"))

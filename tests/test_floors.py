@@ -29,6 +29,7 @@ FLOORS = [
         "data.skipped",
         "data.decode",
         "data.captions",
+        "data.tables",
         "data.sources",
         "data.buckets",
         "data.shards",

@@ -13,6 +13,7 @@ from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.data.captions import Captions, read_caption_file
 from ds_flux.data.decode import BadSample, open_image
+from ds_flux.data.tables import load_rows, name_of, root_of, undecoded
 from ds_flux.flags import check_known, names_of
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Table(Sequence[Row]):
     prompt: str | None
     max_pixels: int
     reference_columns: tuple[str, ...] = ()
+    root: Path = Path()
+    """where relative paths in cells begin"""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -90,7 +93,7 @@ class Table(Sequence[Row]):
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
-        return (open_cell(self.images_alone[index][self.image_column], self.max_pixels),)
+        return (self.open_cell(self.images_alone[index][self.image_column]),)
 
     @cached_property
     def images_alone(self) -> "datasets.Dataset":
@@ -117,7 +120,16 @@ class Table(Sequence[Row]):
             return ()
         row = self.references_alone[index]
         values = [value for column in self.reference_columns for value in as_list(row[column])]
-        return tuple(open_cell(value, self.max_pixels) for value in values)
+        return tuple(self.open_cell(value) for value in values)
+
+    def open_cell(self, value: Any) -> Image.Image:
+        """An image of a cell.  Raises BadSample, with the path where the cell has one: the row's number does not tell it."""
+        value = self.root / value if isinstance(value, str) else value
+        try:
+            return open_image(value, self.max_pixels)
+        except BadSample as reason:
+            path = value.get("path") if isinstance(value, dict) else value
+            raise BadSample(f"{path}: {reason}" if isinstance(path, str | Path) else str(reason)) from None
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
@@ -129,7 +141,7 @@ class Table(Sequence[Row]):
         if self.reference_columns:
             row = self.references_alone[index]
             values += [value for column in self.reference_columns for value in as_list(row[column])]
-        return digest_of(values)
+        return digest_of([self.root / value if isinstance(value, str) else value for value in values])
 
 
 Source = Folder | Table
@@ -155,24 +167,15 @@ def as_list(value: Any) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def open_cell(value: Any, max_pixels: int) -> Image.Image:
-    """An image of a cell.  Raises BadSample, with the path where the cell has one: the row's number does not tell it."""
-    try:
-        return open_image(value, max_pixels)
-    except BadSample as reason:
-        path = value.get("path") if isinstance(value, dict) else value
-        raise BadSample(f"{path}: {reason}" if isinstance(path, str) else str(reason)) from None
-
-
 def open_source(config: DataConfig) -> Source:
     """The images that the data flags name.
 
     Raises:
         UserError: nothing is there, a column is missing, or there are no images.
     """
-    source = open_table(config) if config.dataset_name else open_folder(config)
+    source = open_folder(config) if config.instance_data_dir else open_table(config)
     if len(source) == 0:
-        raise UserError(f"{config.dataset_name or config.instance_data_dir}: no images there")
+        raise UserError(f"{config.instance_data_dir or name_of(config)}: no images there")
     return source
 
 
@@ -204,14 +207,14 @@ def caption_files(files: Iterable[Path]) -> dict[Path, Path]:
 
 
 def open_table(config: DataConfig) -> Table:
-    """--dataset_name: a folder that `save_to_disk` wrote, or whatever `load_dataset` knows; the split `train`."""
-    rows = load_rows(str(config.dataset_name), config.dataset_config_name)
+    """--dataset_name and --data_files: the split `train` of what the `datasets` library makes of them."""
+    rows = load_rows(config)
     references = names_of(config.cond_image_column)
     flags = {"image_column": [config.image_column], "cond_image_column": references, "caption_column": []}
     if config.caption_column is not None:
         flags["caption_column"] = [config.caption_column]
     for flag, columns in flags.items():
-        check_known(columns, rows.column_names, f"column (--{flag}) of {config.dataset_name}")
+        check_known(columns, rows.column_names, f"column (--{flag}) of {name_of(config)}")
     rows = undecoded(rows, [config.image_column, *references])
     return Table(
         rows=rows,
@@ -220,39 +223,5 @@ def open_table(config: DataConfig) -> Table:
         prompt=config.instance_prompt,
         max_pixels=config.max_image_pixels,
         reference_columns=tuple(references),
+        root=root_of(config),
     )
-
-
-def undecoded(rows: "datasets.Dataset", columns: Iterable[str]) -> "datasets.Dataset":
-    """The rows with the images of these columns as stored: opened here, so that a bad one can be named."""
-    import datasets
-
-    one = datasets.Image(decode=False)
-    for column in columns:
-        kind = rows.features[column]
-        if isinstance(kind, datasets.Image):
-            rows = rows.cast_column(column, one)
-        elif isinstance(kind, datasets.List) and isinstance(kind.feature, datasets.Image):
-            rows = rows.cast_column(column, datasets.List(one))
-    return rows
-
-
-def load_rows(name: str, config_name: str | None) -> "datasets.Dataset":
-    """The `train` split; UserError in place of the library's errors."""
-    import datasets  # a second and 85 MB on every rank, which a run on a folder of images does without
-
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        raise UserError(f"--dataset_name {name}: no such folder")
-    try:
-        if (Path(name) / "dataset_info.json").exists() or (Path(name) / "dataset_dict.json").exists():
-            loaded: Any = datasets.load_from_disk(name)
-        else:
-            loaded = datasets.load_dataset(name, config_name)
-    except IndexError:  # what the library makes of a data set without rows
-        raise UserError(f"--dataset_name {name}: no images there") from None
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())}") from error
-    if isinstance(loaded, datasets.Dataset):
-        return loaded
-    check_known(["train"], loaded, f"split of {name}")
-    return loaded["train"]
