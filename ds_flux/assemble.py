@@ -204,6 +204,7 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Cond
         autoencoder=autoencoder,
         max_sequence_length=text_length(config, architecture),
         device=runtime.device(),
+        posterior_seed=config.run.seed if config.data.vae_encode_mode == "sample" else None,
         offloaded=(*whole, autoencoder) if config.model.offload else (),
     )
 

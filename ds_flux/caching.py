@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from ds_flux import models, runtime
@@ -105,7 +104,7 @@ def encode_prompts(conditioner: Conditioner, store: Store, missing: list[str], w
             features = conditioner.encode_text(dict.fromkeys(conditioner.encoders, batch))
             with runtime.together("writing the features"):
                 if turn == 0:
-                    room_for(store, features, len(batch), len(missing))
+                    room_for(store, sum(value.nbytes for value in features.values()) // len(batch), len(missing))
                 if number < len(batches):
                     for place, prompt in enumerate(batch):
                         writer.add(prompt, wanted[prompt], {name: value[place] for name, value in features.items()})
@@ -113,9 +112,9 @@ def encode_prompts(conditioner: Conditioner, store: Store, missing: list[str], w
     store.refresh()
 
 
-def room_for(store: Store, features: dict[str, torch.Tensor], num: int, num_missing: int) -> None:
+def room_for(store: Store, bytes_each: int, num_missing: int) -> None:
     """Say how large the cache will be, from its first records.  Raises UserError when the disk cannot hold it."""
-    num_bytes = sum(value.nbytes for value in features.values()) // num * num_missing
+    num_bytes = bytes_each * num_missing
     runtime.log(f"{num_missing} records will take about {num_bytes / 2**30:.3g} GiB in {store.folder}")
     store.room(num_bytes)
 
@@ -138,11 +137,14 @@ def cache_latents(config: Config, conditioner: Conditioner, samples: SampleDatas
     share = missing[runtime.rank() :: runtime.world_size()]
     with runtime.together("encoding the images"), store.writer(f"rank-{runtime.rank()}") as writer:
         for number, key in enumerate(tqdm(share, desc="encode the images", disable=runtime.rank() > 0)):
-            pixels, trouble = samples.images((int(key), 0))
-            latents = [x[0] for x in conditioner.encode_images(tuple(image[None] for image in pixels))]
+            pixels, _, trouble = samples.images((int(key), 0))
+            encoded = conditioner.encode_images(tuple(image[None] for image in pixels))
+            latents = [mean[0] for mean, _ in encoded]
+            spread = None if conditioner.posterior_seed is None else encoded[0][1][0]
             if number == 0:
-                room_for(store, {str(i): x for i, x in enumerate(latents)}, 1, len(missing))
-            LatentCache.write(writer, int(key), wanted[key], latents, trouble)
+                tensors = [*latents, *([] if spread is None else [spread])]
+                room_for(store, sum(x.nbytes for x in tensors), len(missing))
+            LatentCache.write(writer, int(key), wanted[key], latents, spread, trouble)
     store.refresh()
     runtime.free(conditioner.autoencoder)
     return replace(conditioner, autoencoder=None, offloaded=()), replace(samples, cache=LatentCache(store))

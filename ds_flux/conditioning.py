@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from ds_flux.data.cache import TextCache
 from ds_flux.data.images import RawBatch
+from ds_flux.data.schedule import SampleKey
 from ds_flux.families.spec import FluxFamily
 from ds_flux.latents import Batch, patchify
+from ds_flux.randomness import sample_generator
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,26 @@ class Conditioner:
     device: torch.device
     offloaded: tuple[nn.Module, ...] = ()
     """modules that are kept in CPU memory between uses"""
+    posterior_seed: int | None = None
+    """draw latents of images by this seed and the sample's identity; None: take the mean"""
     text_cache: TextCache | None = None
     """features from here instead of the encoders, which are gone"""
 
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
         """Latents of images and references in fp32, and the text features of the prompts."""
-        latents, *references = raw.images if raw.are_latents else self.encode_images(raw.images)
-        return Batch(
-            latents.to(self.device), self.encode_text(raw.prompts), tuple(latents.to(self.device) for latents in references)
-        )
+        if raw.are_latents:
+            (mean, *references), spread = raw.images, raw.spread
+        else:
+            (mean, spread), *others = self.encode_images(raw.images)
+            references = [other for other, _ in others]
+        latents = mean if self.posterior_seed is None else drawn(mean, spread, raw.keys, self.posterior_seed)
+        on_device = tuple(reference.to(self.device) for reference in references)
+        return Batch(latents.to(self.device), self.encode_text(raw.prompts), on_device)
 
     @torch.no_grad()
-    def encode_images(self, images: tuple[Tensor, ...]) -> list[Tensor]:
-        """Pixels of each image (B, 3, h, w) -> latents (B, C, H, W).  Not a collective."""
+    def encode_images(self, images: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Pixels of each image (B, 3, h, w) -> mean and spread of its latents, each (B, C, H, W).  Not a collective."""
         with self.at_hand(self.autoencoder):
             return [encode_images(self.autoencoder, self.family, pixels.to(self.device)) for pixels in images]
 
@@ -65,8 +73,14 @@ class Conditioner:
             module.to("cpu")
 
 
-def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> Tensor:
-    """Pixels (B, 3, h, w) in [-1, 1] -> normalised, patchified latents (B, C, H, W), fp32; the mode of the posterior."""
+def encode_images(autoencoder: Any, family: FluxFamily, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels (B, 3, h, w) in [-1, 1] -> normalised, patchified latents (B, C, H, W), fp32: mean and spread of the posterior."""
     mean, std = (x.to(pixels.device) for x in family.latent_statistics(autoencoder))
-    moments = autoencoder.encode(pixels.to(autoencoder.dtype)).latent_dist
-    return (patchify(moments.mode().float()) - mean) / std
+    posterior = autoencoder.encode(pixels.to(autoencoder.dtype)).latent_dist
+    return (patchify(posterior.mode().float()) - mean) / std, patchify(posterior.std.float()) / std
+
+
+def drawn(mean: Tensor, spread: Tensor, keys: list[SampleKey], seed: int) -> Tensor:
+    """A latent of each sample (B, C, H, W), by its own generator."""
+    noise = [torch.randn(mean.shape[1:], generator=sample_generator(seed, *key, "posterior")) for key in keys]
+    return mean + spread * torch.stack(noise).to(mean.device)

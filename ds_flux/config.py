@@ -95,7 +95,7 @@ class DataConfig:
     dataset_name: str | None = None
     """hub id or local path, for the `datasets` library"""
     data_files: str | list[str] | None = None
-    """files for the `datasets` library instead: webdataset shards (.tar), .parquet, .json, .jsonl or .csv; with * for several"""
+    """files for the `datasets` library instead: webdataset (.tar), .parquet, .json, .jsonl or .csv; with * for several"""
     dataset_config_name: str | None = None
     """which configuration of the data set"""
     image_column: str = "image"
@@ -149,6 +149,8 @@ class DataConfig:
     """an image or caption that cannot be used: leave its sample out and list it in skipped.jsonl, or stop"""
     max_bad_fraction: float = 0.05
     """share of the data that may be left out; beyond it the run stops"""
+    vae_encode_mode: Literal["mode", "sample"] = "mode"
+    """latents of images are the autoencoder's mean, or drawn anew for each visit from what it says; references: the mean"""
     cache_latents: bool = False
     """encode every image once, before the first step, and let the autoencoder go"""
     cache_text: bool = False

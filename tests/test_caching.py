@@ -22,7 +22,7 @@ def folder(pairs: Pairs, assets: Assets, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("caching")
     own = dict(max_train_steps=4, center_crop="true", proportion_empty_prompts=0.3)
     first = dict(own, random_flip="false", text_encoder_2_dropout=0.4)
-    third = dict(own, reference_dropout=0.3)
+    third = dict(own, reference_dropout=0.3, vae_encode_mode="sample")
     one, two = dict(train_batch_size=8), dict(train_batch_size=4, cache_dir=folder / "cache")
     zero = {"deepspeed_config": assets.ds_config(0)}
     run_jobs(

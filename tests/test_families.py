@@ -178,7 +178,7 @@ def test_the_loss_is_the_pipelines_arithmetic(pairs: Pairs, name: str, reference
     velocity = pipeline.transformer(**inputs, **text, txt_ids=txt_ids, timestep=sigma, return_dict=False)[0]
     expected = (velocity[:, : target.shape[1]] - target).square().mean(dim=(1, 2))
 
-    latents = [encode_images(pipeline.vae, family, image) for image in images]
+    latents = [encode_images(pipeline.vae, family, image)[0] for image in images]
     extra = {"guidance": torch.full((2,), 3.5)} if architecture.has_guidance else {}
     batch = Batch(latents[0], text, tuple(latents[1:]))
     ours = denoising_loss(pipeline.transformer, family, batch, sigma, patchify(noise), extra)

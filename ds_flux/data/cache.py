@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_flux.data.store import Store, Writer
 
-TROUBLE = "trouble"
+TROUBLE, SPREAD = "trouble", "spread"
 
 
 @dataclass(frozen=True)
@@ -17,19 +17,28 @@ class LatentCache:
     store: Store
 
     @staticmethod
-    def write(writer: Writer, sample: int, fingerprint: str, latents: list[Tensor], trouble: str | None) -> None:
-        """Image first, then references, each (C, H, W); and why the sample cannot be used, if it cannot."""
+    def write(
+        writer: Writer, sample: int, fingerprint: str, latents: list[Tensor], spread: Tensor | None, trouble: str | None
+    ) -> None:
+        """Image first, then references, each (C, H, W).
+
+        Args:
+            spread: of the image's latents, where they are drawn anew for each visit.
+            trouble: why the sample cannot be used, if it cannot.
+        """
         named = {str(number): tensor for number, tensor in enumerate(latents)}
+        if spread is not None:
+            named[SPREAD] = spread
         if trouble:
             named[TROUBLE] = torch.frombuffer(bytearray(trouble.encode()), dtype=torch.uint8)
         writer.add(str(sample), fingerprint, named)
 
-    def read(self, sample: int) -> tuple[tuple[Tensor, ...], str | None]:
-        """What was written, in its order, fp32."""
+    def read(self, sample: int) -> tuple[tuple[Tensor, ...], Tensor | None, str | None]:
+        """What was written: latents in their order, spread, trouble."""
         record = dict(self.store.read(str(sample)))
-        trouble = record.pop(TROUBLE, None)
+        trouble, spread = record.pop(TROUBLE, None), record.pop(SPREAD, None)
         latents = tuple(record[str(number)].to(torch.float32) for number in range(len(record)))
-        return latents, None if trouble is None else bytes(trouble.tolist()).decode()
+        return latents, spread, None if trouble is None else bytes(trouble.tolist()).decode()
 
 
 @dataclass(frozen=True)

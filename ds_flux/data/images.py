@@ -33,6 +33,7 @@ class RawBatch:
     prompts: dict[str, list[str]]  # {text encoder: B prompts}
     keys: list[SampleKey]
     are_latents: bool = False
+    spread: Tensor | None = None  # (B, C, H, W) of latents from a cache that holds it
     bad: tuple[Bad, ...] = ()  # samples that cannot be used; their place is held by zeros, and does not count
     weights: Tensor | None = None  # (B,): 0 for them, 1 for the others; None: all count
 
@@ -45,6 +46,7 @@ class Sample:
     prompts: dict[str, str]
     key: SampleKey
     are_latents: bool
+    spread: Tensor | None = None  # of the image's latents
     bad: Bad | None = None
 
 
@@ -102,7 +104,7 @@ class SampleDataset(Dataset):
 
     def __getitem__(self, key: SampleKey) -> Sample:
         """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
-        images, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
+        images, spread, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
         prompts = dict.fromkeys(TEXT_ENCODER_DROPOUTS, "")
         try:
             prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
@@ -110,21 +112,21 @@ class SampleDataset(Dataset):
             trouble = trouble or in_one_line(error)
         images = images[:1] if drops_references(self.config, self.seed, key) else images
         bad = Bad(key[0], self.source.name(key[0]), trouble) if trouble else None
-        return Sample(images, prompts, key, self.cache is not None, bad)
+        return Sample(images, prompts, key, self.cache is not None, spread, bad)
 
-    def images(self, key: SampleKey) -> tuple[tuple[Tensor, ...], str | None]:
+    def images(self, key: SampleKey) -> tuple[tuple[Tensor, ...], None, str | None]:
         """The pixels of image and references; or grey in their place, and what is wrong with them."""
         try:
-            return self.pixels(key), None
+            return self.pixels(key), None, None
         except (BadSample, OSError, ValueError) as error:
-            return tuple(torch.zeros(3, height, width) for width, height in self.sizes_of(key)), in_one_line(error)
+            return tuple(torch.zeros(3, height, width) for width, height in self.sizes_of(key)), None, in_one_line(error)
 
     def transform(self, key: SampleKey) -> list[Any]:
         """What a visit's pixels follow from beside the files."""
         config = self.config
         crop = None if config.center_crop else uniform(self.seed, key, "crop", 2)
         flip = config.random_flip and uniform(self.seed, key, "flip")[0] < 0.5
-        return [self.sizes_of(key), crop, flip, config.augment_references, config.alpha_background]
+        return [self.sizes_of(key), crop, flip, config.augment_references, config.alpha_background, config.vae_encode_mode]
 
     def pixels(self, key: SampleKey) -> tuple[Tensor, ...]:
         """The image and all its references.
@@ -218,6 +220,7 @@ def collate(samples: list[Sample]) -> RawBatch:
         prompts={encoder: [sample.prompts[encoder] for sample in samples] for encoder in TEXT_ENCODER_DROPOUTS},
         keys=[sample.key for sample in samples],
         are_latents=samples[0].are_latents,
+        spread=None if samples[0].spread is None else torch.stack([sample.spread for sample in samples]),
         bad=tuple(sample.bad for sample in samples if sample.bad),
         weights=torch.tensor([0.0 if sample.bad else 1.0 for sample in samples]),
     )
