@@ -82,8 +82,9 @@ def cache_text(config: Config, conditioner: Conditioner, source: Source) -> Cond
     family = conditioner.family
     prompts = runtime.on_main(lambda: distinct_prompts(source, config), "collecting the prompts")
     made_by = runtime.on_main(lambda: models.text_fingerprint(family, config.model), "reading the text encoders' files")
-    wanted = {prompt: hashed(prompt, made_by, conditioner.max_sequence_length) for prompt in prompts}
-    store, missing = open_store(cache_folder(config) / "text", wanted, "prompts")
+    settings = hashed(made_by, conditioner.max_sequence_length)
+    wanted = {prompt: hashed(prompt, settings) for prompt in prompts}
+    store, missing = open_store(cache_folder(config) / f"text-{settings[:8]}", wanted, "prompts")
     encode_prompts(conditioner, store, missing, wanted)
     cache = TextCache(store, {spec.component: spec.argument for spec in family.text_encoders})
     for encoder in conditioner.encoders.values():
@@ -108,7 +109,8 @@ def encode_prompts(conditioner: Conditioner, store: Store, missing: list[str], w
                 if number < len(batches):
                     for place, prompt in enumerate(batch):
                         writer.add(prompt, wanted[prompt], {name: value[place] for name, value in features.items()})
-    runtime.barrier()
+        with runtime.together("writing the features"):
+            writer.flush()
     store.refresh()
 
 
@@ -132,8 +134,10 @@ def cache_latents(config: Config, conditioner: Conditioner, samples: SampleDatas
     def fingerprint(sample: int) -> str:
         return hashed(samples.source.fingerprint(sample), samples.transform((sample, 0)), made_by)
 
+    # a folder for each data set and way to encode it, so that runs with others do not write over its records
+    settings = hashed(made_by, samples.config.identity, samples.seed)
     wanted = fingerprints(list(range(len(samples.source))), fingerprint)
-    store, missing = open_store(cache_folder(config) / "latents", wanted, "images")
+    store, missing = open_store(cache_folder(config) / f"latents-{settings[:8]}", wanted, "images")
     share = missing[runtime.rank() :: runtime.world_size()]
     with runtime.together("encoding the images"), store.writer(f"rank-{runtime.rank()}") as writer:
         for number, key in enumerate(tqdm(share, desc="encode the images", disable=runtime.rank() > 0)):

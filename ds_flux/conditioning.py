@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_flux import runtime
 from ds_flux.data.cache import TextCache
 from ds_flux.data.images import RawBatch
 from ds_flux.data.schedule import SampleKey
@@ -58,7 +59,9 @@ class Conditioner:
     def encode_text(self, prompts: dict[str, list[str]]) -> dict[str, Tensor]:
         """{transformer argument: features} of one prompt for each sample and text encoder."""
         if self.text_cache is not None:
-            return {name: features.to(self.device) for name, features in self.text_cache.read(prompts).items()}
+            with runtime.together("reading the cached prompts"):  # a damaged record is one rank's, and ends all
+                features = self.text_cache.read(prompts)
+            return {name: value.to(self.device) for name, value in features.items()}
         with self.at_hand(*self.encoders.values()):
             return self.family.encode_text(self.encoders, self.tokenizers, prompts, self.max_sequence_length, self.device)
 

@@ -44,7 +44,7 @@ class Run:
 
 
 def setup(config: Config) -> Run:
-    """Build everything; nothing is written before this has succeeded.  A collective."""
+    """Build everything; nothing but caches is written before this has succeeded.  A collective."""
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
         on_meta = models.transformer_on_meta(architecture)

@@ -58,7 +58,7 @@ def test_cached_is_as_live(folder: Path, name: str) -> None:
 def test_one_process_reads_what_two_wrote(folder: Path) -> None:
     names = [sorted(path.relative_to(folder / c) for path in (folder / c).rglob("*")) for c in ("cache", "cache of two")]
     assert names[0] == names[1], "nothing was encoded again"
-    text = Store(folder / "cache/text")
+    text = Store(next((folder / "cache").glob("text-*")))
     assert "" in text and len(text) == 11, "each distinct prompt once, and the empty one"
     assert text.read("")["encoder_hidden_states"].shape == (8, 32)
 

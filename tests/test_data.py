@@ -74,7 +74,7 @@ def test_folder_with_captions(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text(" red \n")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="plain")
     source = open_source(config)
-    assert [source[i].caption for i in range(2)] == ["plain", "red"]
+    assert [source.caption(i) for i in range(2)] == ["plain", "red"]
     with pytest.raises(UserError, match="1 of 2 images .*a.jpg.*--instance_prompt"):
         open_source(DataConfig(instance_data_dir=str(tmp_path)))
 
@@ -83,7 +83,7 @@ def test_dataset_from_a_folder_of_images(tmp_path: Path) -> None:
     picture(tmp_path / "0.png", (255, 0, 0))
     (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,red\n")
     source = open_source(DataConfig(dataset_name=str(tmp_path), caption_column="text"))
-    assert (source[0].image.size, source[0].caption, len(source)) == ((40, 60), "red", 1)
+    assert (source.images(0)[0].size, source.caption(0), len(source)) == ((40, 60), "red", 1)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_the_published_example_runs_as_it_is(example: Path) -> None:
     assert len({row["loss"] for row in metrics(example)}) == 4
     said = (example.parent / "said").read_text()
     assert "training a LoRA of rank 16" in said and "that prompts never touch are left out" in said
-    assert len(Store(example / "cache/latents")) == 16 and "0 of 16 images are in" in said
+    assert len(Store(next((example / "cache").glob("latents-*")))) == 16 and "0 of 16 images are in" in said
     assert (example / "checkpoint-4/ds_flux.json").exists()
 
 
@@ -135,7 +135,7 @@ def test_a_row_may_have_fewer_references(tmp_path: Path) -> None:
     )
     config = config_of(table(tmp_path / "rows", **columns), cond_image_column="ref, ref_more")
     source = open_source(config)
-    assert [len(source[index].references) for index in range(3)] == [3, 0, 1]
+    assert [len(source.references(index)) for index in range(3)] == [3, 0, 1]
     _, sizes, _ = look_at_sizes(source, config, rules_of(config))
     assert sizes == [((96, 64), (72, 72), (32, 48)), (), ((64, 64),)]
     samples = dataset_of(config, 0)

@@ -132,17 +132,15 @@ class SampleDataset(Dataset):
         """The image and all its references.
 
         Raises:
-            BadSample: one of them cannot be decoded, or the row has no caption.
+            BadSample: one of them cannot be decoded.
         """
-        row = self.source[key[0]]
-        size = self.rules.buckets.of(upright_size(row.image), key, self.seed)
-        image = prepare_pixels(row.image, size, self.config, self.seed, key)
+        (stored,), references = self.source.images(key[0]), self.source.references(key[0])
+        size = self.rules.buckets.of(upright_size(stored), key, self.seed)
+        image = prepare_pixels(stored, size, self.config, self.seed, key)
         if self.config.augment_references:
-            return image, *(prepare_pixels(other, size, self.config, self.seed, key) for other in row.references)
-        is_single = len(row.references) == 1
-        return image, *(
-            as_pixels(fit(upright(other, self.config), self.rules.references, is_single)) for other in row.references
-        )
+            return image, *(prepare_pixels(other, size, self.config, self.seed, key) for other in references)
+        is_single = len(references) == 1
+        return image, *(as_pixels(fit(upright(other, self.config), self.rules.references, is_single)) for other in references)
 
 
 def in_one_line(error: Exception) -> str:

@@ -1,7 +1,10 @@
-"""Where images and captions come from: a data set of the `datasets` library, or a folder of files."""
+"""Where images and captions come from: a data set of the `datasets` library, or a folder of files.
+
+Images are opened, and not yet decoded.
+"""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +27,7 @@ CAPTION_ENDINGS = (".txt", ".caption")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sample as stored; the images are opened and not yet decoded."""
-
-    image: Image.Image
-    caption: Captions
-    references: tuple[Image.Image, ...] = ()
-
-
-@dataclass(frozen=True)
-class Folder(Sequence[Row]):
+class Folder:
     """Images of a folder, captions in files of the same name, else one prompt for all."""
 
     paths: tuple[Path, ...]
@@ -43,9 +37,6 @@ class Folder(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(*self.images(index), self.caption(index))
 
     def caption(self, index: int) -> Captions:
         """The caption of a row, or several.  Raises BadSample."""
@@ -73,7 +64,7 @@ class Folder(Sequence[Row]):
 
 
 @dataclass(frozen=True)
-class Table(Sequence[Row]):
+class Table:
     """A split of a data set, whose image columns are not decoded by the library."""
 
     rows: "datasets.Dataset"
@@ -87,9 +78,6 @@ class Table(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return Row(*self.images(index), self.caption(index), self.references(index))
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
