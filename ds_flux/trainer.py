@@ -72,7 +72,9 @@ def setup(config: Config) -> Run:
         conditioner=conditioner,
         objective=make_objective(config, architecture),
         samples=samples,
-        skipped=SkippedSamples(Path(config.run.output_dir) / "skipped.jsonl", len(inputs.source), config.data),
+        skipped=SkippedSamples(
+            Path(config.run.output_dir) / "skipped.jsonl", len(inputs.source), config.data, goes_on=engine.global_steps > 0
+        ),
         schedule=schedule,
         manifest=manifest,
         first_step=engine.global_steps,

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds_flux import UserError, runtime
 from ds_flux.config import DataConfig
@@ -26,13 +25,16 @@ class Bad:
 class SkippedSamples:
     """What was left out so far, the same on every rank; rank 0 keeps it in a file, one JSON line for each.
 
+    Making one is a collective.
+
     Args:
-        path: skipped.jsonl in the run's folder; what an earlier part of the run left out is in it already.
+        path: skipped.jsonl in the run's folder.
+        goes_on: the run was resumed: what its earlier part left out is in the file.
     """
 
-    def __init__(self, path: Path, num_samples: int, config: DataConfig):
+    def __init__(self, path: Path, num_samples: int, config: DataConfig, goes_on: bool):
         self.path, self.num_samples, self.config = path, num_samples, config
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = runtime.on_main(lambda: path.read_text().splitlines() if goes_on and path.exists() else [], f"reading {path}")
         self.reasons = {row["sample"]: row["reason"] for row in map(json.loads, lines)}
 
     def agree(self, here: list[Bad]) -> None:
@@ -48,15 +50,17 @@ class SkippedSamples:
             self.reasons[bad.sample] = bad.reason
             if len(self.reasons) <= NUM_NAMED:
                 runtime.log(f"{bad}; it is left out (--on_bad_sample skip) and listed in {self.path.name}")
-        if runtime.rank() == 0 and new:
-            with self.path.open("a") as file:
-                file.writelines(json.dumps(vars(bad)) + "\n" for bad in new.values())
-        self.check(next(iter(new.values()), None))
-
-    def check(self, last: Any) -> None:
-        """Raise UserError when too much of the data is lost."""
+        if not new:
+            return
+        runtime.on_main(lambda: self.write(list(new.values())), f"writing {self.path.name}")
+        last = list(new.values())[-1]
         if len(self.reasons) > self.config.max_bad_fraction * self.num_samples:
             raise UserError(
                 f"{len(self.reasons)} of {self.num_samples} samples cannot be used, more than --max_bad_fraction "
                 f"{self.config.max_bad_fraction} (the last: {last}); see {self.path}"
             )
+
+    def write(self, bad: list[Bad]) -> None:
+        """Add lines; a new run begins the file anew."""
+        with self.path.open("w" if len(bad) == len(self.reasons) else "a") as file:
+            file.writelines(json.dumps(vars(one)) + "\n" for one in bad)
