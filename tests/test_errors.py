@@ -24,7 +24,7 @@ BAD_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"pretrained_model_name_or_path": "./nowhere"}, "nowhere: no such folder"),
     ({"text_encoder_2_path": "./nowhere"}, "--text_encoder_2_path nowhere: no such folder"),
     ({"vae_path": "{digits}"}, "there is no vae in it"),
-    ({"dataset_name": None}, "give either --dataset_name or --instance_data_dir"),
+    ({"dataset_name": None}, "give either --dataset_name (or --data_files) or --instance_data_dir"),
     ({"instance_data_dir": "."}, "not both"),
     ({"dataset_name": "./nowhere"}, "no such folder"),
     ({"caption_column": None}, "needs --caption_column or --instance_prompt"),
