@@ -21,6 +21,12 @@ from ds_flux.data.store import Store
 
 PROMPTS_AT_ONCE = 32  # a sharded encoder gathers its layers for each batch: at 1 it costs many times what it costs at 32
 
+LATENTS_FOLLOW_FROM = (  # of the data flags: which images, and how they are brought to latents; not how they are read
+    "dataset_name", "data_files", "dataset_config_name", "instance_data_dir", "image_column", "cond_image_column",
+    "reference_max_pixels", "augment_references", "resolution", "use_aspect_ratio_buckets", "aspect_ratio_buckets",
+    "center_crop", "random_flip", "alpha_background", "vae_encode_mode",
+)  # fmt: skip
+
 
 def prepare(config: Config, conditioner: Conditioner, samples: SampleDataset) -> tuple[Conditioner, SampleDataset]:
     """Cache what --cache_text and --cache_latents say.  A collective."""
@@ -135,7 +141,7 @@ def cache_latents(config: Config, conditioner: Conditioner, samples: SampleDatas
         return hashed(samples.source.fingerprint(sample), samples.transform((sample, 0)), made_by)
 
     # a folder for each data set and way to encode it, so that runs with others do not write over its records
-    settings = hashed(made_by, samples.config.identity, samples.seed)
+    settings = hashed(made_by, [vars(samples.config)[name] for name in LATENTS_FOLLOW_FROM], samples.seed)
     wanted = fingerprints(list(range(len(samples.source))), fingerprint)
     store, missing = open_store(cache_folder(config) / f"latents-{settings[:8]}", wanted, "images")
     share = missing[runtime.rank() :: runtime.world_size()]

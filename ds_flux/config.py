@@ -161,16 +161,6 @@ class DataConfig:
     """processes that decode images; 0: the training process itself"""
 
     @property
-    def identity(self) -> list[Any]:
-        """Which images, and how they are brought to latents; not how they are read."""
-        return [
-            self.dataset_name, self.data_files, self.dataset_config_name, self.instance_data_dir, self.image_column,
-            self.cond_image_column, self.reference_max_pixels, self.augment_references, self.resolution,
-            self.use_aspect_ratio_buckets, self.aspect_ratio_buckets, self.center_crop, self.random_flip,
-            self.alpha_background, self.vae_encode_mode,
-        ]  # fmt: skip
-
-    @property
     def resolutions(self) -> list[int]:
         """One or several."""
         return self.resolution if isinstance(self.resolution, list) else [self.resolution]
