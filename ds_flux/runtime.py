@@ -143,8 +143,8 @@ def free(module: Any) -> None:
         module = module.module
     for parameter in module.parameters():
         parameter.data = torch.empty(0)
-        for partition in (parameter.ds_tensor,) if hasattr(parameter, "ds_tensor") else ():
-            partition.data = torch.empty(0)
+        if hasattr(parameter, "ds_tensor"):  # this rank's part of it, by DeepSpeed
+            parameter.ds_tensor.data = torch.empty(0)
     gc.collect()
     get_accelerator().empty_cache()
     libc = ctypes.CDLL(None)
