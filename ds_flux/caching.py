@@ -56,11 +56,19 @@ def fingerprints(items: list[Any], fingerprint: Any) -> dict[str, str]:
 
 
 def open_store(folder: Path, wanted: dict[str, str], what: str) -> tuple[Store, list[str]]:
-    """The store, and the keys that have to be encoded, the same on all ranks.  A collective."""
-    runtime.on_main(lambda: Store(folder).sweep(), f"looking at the cache of {what}")
+    """The store, and the keys that have to be encoded.  A collective.
+
+    Rank 0 says which: another run may be writing, and ranks that looked by themselves would not all see the same.
+    """
+
+    def look() -> list[str]:
+        store = Store(folder)
+        store.sweep()
+        return sorted(store.missing(wanted))
+
+    missing = runtime.on_main(look, f"looking at the cache of {what}")
     with runtime.together(f"opening the cache of {what}"):
         store = Store(folder)
-        missing = sorted(store.missing(wanted))
     for name, reason in store.ignored.items():
         runtime.log(f"{folder / name} is not used: {reason}")
     runtime.log(f"{len(wanted) - len(missing)} of {len(wanted)} {what} are in {folder}")

@@ -64,9 +64,10 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
             image = architecture.family.sample(components, request)
         except ValueError as error:  # what the pipeline checks: the same on every rank, for all have the same request
             raise UserError(f"the pipeline refuses: {' '.join(str(error).split())}") from None
-        if number < len(prompts):
-            written.append(Path(command.sample_dir) / f"{number:04d}.png")
-            image.save(written[-1])
+        with runtime.together("writing an image"):
+            if number < len(prompts):
+                written.append(Path(command.sample_dir) / f"{number:04d}.png")
+                image.save(written[-1])
     runtime.barrier()
     runtime.log(f"{len(prompts)} images in {command.sample_dir}")
     return written

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from ds_flux.data.store import Store
     from tests.pairs import Pairs
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -101,6 +102,18 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> "Pairs":
 
     transformer = dict(num_layers=2, num_single_layers=2, num_attention_heads=4)
     return pairs.write(tmp_path_factory.mktemp("pairs"), transformer, autoencoder_steps=150)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> "Store":
+    """Twenty records in five shards."""
+    from ds_flux.data.store import Store
+    from tests.test_store import NUM, fill
+
+    store = Store(tmp_path / "store")
+    fill(store, range(NUM))
+    assert len(store.shards) == 5
+    return store
 
 
 @dataclass(frozen=True)

@@ -72,15 +72,6 @@ def files(folder: Path, suffix: str = "") -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.endswith(suffix))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """Twenty records in five shards."""
-    store = Store(tmp_path / "store")
-    fill(store, range(NUM))
-    assert len(store.shards) == 5
-    return store
-
-
 def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path: Path) -> None:
     batch = torch.randn(2, 3, 6, requires_grad=True)
     record = {

@@ -16,15 +16,6 @@ from ds_flux.data.store import Store
 from tests.test_store import NUM, check, files, fill, tensors_of, wanted
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """Twenty records in five shards."""
-    store = Store(tmp_path / "store")
-    fill(store, range(NUM))
-    assert len(store.shards) == 5
-    return store
-
-
 def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 4

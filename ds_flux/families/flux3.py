@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3VLTextModel
 
 from ds_flux.families.decoder import render, stacked_states, tokenize
-from ds_flux.families.flux2 import latent_statistics
+from ds_flux.families.flux2 import count_tokens, latent_statistics
 from ds_flux.families.spec import FluxFamily, SampleRequest, TextEncoderSpec
 from ds_flux.latents import Positions
 
@@ -26,11 +27,6 @@ def texts_of(tokenizer: Any, prompts: list[str]) -> list[str]:
     """One user turn, and the beginning of an answer."""
     turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
     return [render(tokenizer, turn, add_generation_prompt=True) for turn in turns]
-
-
-def count_tokens(tokenizers: dict[str, Any], prompts: list[str]) -> list[int]:
-    """Tokens of each prompt, template included."""
-    return [len(ids) for ids in tokenizers[ENCODER](texts_of(tokenizers[ENCODER], prompts)).input_ids]
 
 
 def text_length(_config: dict[str, Any]) -> int:
@@ -50,7 +46,7 @@ def encode_text(
     The transformer attends to the padding, so L is part of the condition: the prompt's length rounded up to the window.
     A batch has one L, that of its longest prompt; who makes batches puts prompts of one window together.
     """
-    longest = max(count_tokens(tokenizers, prompts[ENCODER]))
+    longest = max(count_tokens(texts_of, tokenizers, prompts[ENCODER]))
     length = min(math.ceil(longest / WINDOW) * WINDOW, max_sequence_length)
     texts = texts_of(tokenizers[ENCODER], prompts[ENCODER])
     ids, mask = tokenize(tokenizers[ENCODER], texts, length, padding_side="right")
@@ -119,7 +115,7 @@ FLUX3 = FluxFamily(
     scheduler_config=dict(shift=SHIFT),
     text_length=text_length,
     latent_statistics=latent_statistics,
-    count_tokens=count_tokens,
+    count_tokens=partial(count_tokens, texts_of),
     encode_text=encode_text,
     sampling_mu=sampling_mu,
     sample=sample,
