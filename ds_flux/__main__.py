@@ -11,9 +11,9 @@ from ds_flux import UserError, __version__
 
 def train(argv: list[str]) -> int:
     """train a transformer, or a LoRA of it"""
-    from ds_flux import checks, config
+    from ds_flux import checks, commands, config
 
-    settings, command = config.load(argv, "ds-flux train", config.TrainCommand)
+    settings, command = config.load(argv, "ds-flux train", commands.TrainCommand)
     checks.check(settings)
     from ds_flux import dry_run, runtime, trainer  # slow to import: only once the flags are known to be right
 
@@ -35,9 +35,9 @@ def consolidate(argv: list[str]) -> int:
 
 def precompute(argv: list[str]) -> int:
     """encode the prompts and images of a training run, and end"""
-    from ds_flux import checks, config
+    from ds_flux import checks, commands, config
 
-    settings, _ = config.load(argv, "ds-flux precompute", config.PrecomputeCommand)
+    settings, _ = config.load(argv, "ds-flux precompute", commands.PrecomputeCommand)
     checks.check(settings)
     from ds_flux import precompute as module
     from ds_flux import runtime
@@ -49,9 +49,9 @@ def precompute(argv: list[str]) -> int:
 
 def sample(argv: list[str]) -> int:
     """make images from prompts"""
-    from ds_flux import config
+    from ds_flux import commands, config
 
-    settings, command = config.load(argv, "ds-flux sample", config.SampleCommand)
+    settings, command = config.load(argv, "ds-flux sample", commands.SampleCommand)
     from ds_flux import runtime, sampler
 
     sampler.sample(settings, command)
@@ -61,9 +61,9 @@ def sample(argv: list[str]) -> int:
 
 def doctor(argv: list[str]) -> int:
     """look at a run's data: --data with the flags or --config of the run"""
-    from ds_flux import checks, config
+    from ds_flux import checks, commands, config
 
-    settings, command = config.load(argv, "ds-flux doctor", config.DoctorCommand)
+    settings, command = config.load(argv, "ds-flux doctor", commands.DoctorCommand)
     if not command.data:
         raise UserError("--data is missing: it is all that this version can look at")
     checks.check_data(settings.data)

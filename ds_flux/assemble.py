@@ -1,9 +1,5 @@
-"""The parts of a run from its settings: schedules, DeepSpeed configs, frozen models in their engines."""
+"""The parts of a run from its settings: the model, DeepSpeed configs, frozen models in their engines."""
 
-import math
-from collections import Counter
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from diffusers.optimization import get_scheduler
@@ -11,22 +7,9 @@ from diffusers.optimization import get_scheduler
 from ds_flux import UserError, models, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, LoraConfig
-from ds_flux.data.buckets import make_buckets
-from ds_flux.data.images import TEXT_ENCODER_DROPOUTS, ImageRules, ReferenceRules, SampleDataset
-from ds_flux.data.schedule import Schedule, one_shape
-from ds_flux.data.shapes import Shapes, caption_lengths, look_at_sizes, window_of
-from ds_flux.data.sources import Source, open_source
+from ds_flux.data.images import TEXT_ENCODER_DROPOUTS
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run is fed with."""
-
-    source: Source
-    shapes: Shapes
-    samples: SampleDataset
 
 
 def find_model(config: Config) -> models.Architecture:
@@ -36,21 +19,6 @@ def find_model(config: Config) -> models.Architecture:
     for component in models.components(architecture.family):
         models.component_folder(config.model, component)
     return architecture
-
-
-def look_at_data(config: Config, architecture: models.Architecture) -> Inputs:
-    """The data, and the shape of every sample.  A collective.
-
-    Raises:
-        UserError: there is none, or too much of it cannot be used.
-    """
-    with runtime.together("looking at the sizes"):
-        rules = image_rules(config, architecture)
-    source = runtime.on_each_node_first(lambda: open_source(config.data), "opening the data")
-    shapes = runtime.on_main(lambda: look_at_samples(config, architecture, source, rules), "looking at the samples")
-    sizes_of = partial(shapes.sizes, seed=config.run.seed)
-    samples = SampleDataset(source, config.data, config.run.seed, rules, sizes_of)
-    return Inputs(source, shapes, samples)
 
 
 def check_fits_model(config: Config, architecture: models.Architecture) -> None:
@@ -64,94 +32,6 @@ def check_fits_model(config: Config, architecture: models.Architecture) -> None:
             raise UserError(f"--{component}_path has no effect: this model has no {component}")
     if config.flow.guidance_scale is not None and not architecture.has_guidance:
         raise UserError("--guidance_scale has no effect: this model has no guidance embedding; leave it out")
-
-
-def text_length(config: Config, architecture: models.Architecture) -> int:
-    """The most text tokens the transformer sees."""
-    return config.model.max_sequence_length or architecture.family.text_length(architecture.config)
-
-
-def image_rules(config: Config, architecture: models.Architecture) -> ImageRules:
-    """How large images and references are for this model."""
-    grid = models.pixels_per_token(config.model)
-    references = ReferenceRules(config.data.reference_max_pixels, grid, architecture.family.pads_single_reference)
-    return ImageRules(make_buckets(config.data, grid), references)
-
-
-def look_at_samples(config: Config, architecture: models.Architecture, source: Source, rules: ImageRules) -> Shapes:
-    """The shapes that batches are made by; and tells of captions that are too long.  Reads headers and captions.
-
-    Raises:
-        UserError: too many images whose sizes matter cannot be read.
-    """
-    family, longest = architecture.family, text_length(config, architecture)
-    tokenizers = models.build_tokenizers(family, config.model)
-    count = partial(family.count_tokens, tokenizers)
-    lengths = caption_lengths(source, config.data, count, every=family.text_window is not None)
-    num_captions = sum(map(len, lengths))
-    too_long = [length for of_sample in lengths for length in of_sample if length > longest]
-    if too_long:
-        runtime.log(
-            f"{len(too_long)} of {num_captions} captions are longer than {longest} tokens (the longest has {max(too_long)}) "
-            "and are cut there; see --max_sequence_length"
-        )
-    images, references, bad = look_at_sizes(source, config.data, rules)
-    if bad and (config.data.on_bad_sample == "error" or len(bad) > config.data.max_bad_fraction * len(source)):
-        raise UserError(
-            f"{len(bad)} of {len(source)} samples cannot be used (the first: {bad[0]}), more than --on_bad_sample "
-            f"{config.data.on_bad_sample} with --max_bad_fraction {config.data.max_bad_fraction} allows"
-        )
-    windows, null_window = [], 0
-    if family.text_window is not None:
-        windows = [tuple(window_of(length, family.text_window, longest) for length in of_sample) for of_sample in lengths]
-        null_window = window_of(count([""])[0], family.text_window, longest)
-    return Shapes(rules.buckets, images, references, windows, null_window)
-
-
-def make_schedule(config: Config, architecture: models.Architecture, num_samples: int, shapes: Shapes) -> Schedule:
-    """The data schedule of this rank."""
-    component = architecture.family.large_encoder.component
-    shape_of = partial(shapes.of, config=config.data, seed=config.run.seed, encoder=component)
-    tokens, grid = config.train.tokens_per_batch, models.pixels_per_token(config.model)
-    return Schedule(
-        num_samples=num_samples,
-        seed=config.run.seed,
-        micro_batch_size=config.train.train_batch_size,
-        gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-        world_size=runtime.env_world_size(),
-        rank=runtime.env_rank(),
-        shape_of=one_shape if shapes.are_one and tokens is None else shape_of,
-        micro_batch_size_of=None if tokens is None else lambda shape: max(1, tokens // shape.num_tokens(grid)),
-    )
-
-
-def counts_of_shapes(schedule: Schedule) -> Counter[Any]:
-    """{shape: samples that have it at their first visit}."""
-    return Counter(schedule.shape_of((sample, 0)) for sample in range(schedule.num_samples))
-
-
-def num_steps(config: Config, schedule: Schedule, counts: Counter[Any]) -> int:
-    """Optimizer steps of the run; the last one of an epoch is filled up from the next."""
-    per_epoch = sum(count / schedule.size_of(shape) for shape, count in counts.items())
-    return config.train.max_train_steps or math.ceil(config.train.num_train_epochs * config.train.repeats * per_epoch - 1e-9)
-
-
-def name_rare_shapes(schedule: Schedule, counts: Counter[Any], last_step: int) -> None:
-    """Tell of shapes whose samples are too few to fill one step of this run: they wait, and are not trained on."""
-    num_epochs = last_step / sum(count / schedule.size_of(shape) for shape, count in counts.items())
-    rare = {shape: count for shape, count in counts.items() if count * math.ceil(num_epochs) < schedule.size_of(shape)}
-    for shape, count in rare.items():
-        runtime.log(
-            f"{count} of {schedule.num_samples} samples have the shape {described(shape)}: a step takes "
-            f"{schedule.size_of(shape)}, so this run never trains on them"
-        )
-
-
-def described(shape: Any) -> str:
-    """In words."""
-    references = "".join(f", reference {width}x{height}" for width, height in shape.references)
-    window = f", {shape.window} text tokens" if shape.window else ""
-    return f"{shape.image[0]}x{shape.image[1]}{references}{window}"
 
 
 def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:
@@ -202,7 +82,7 @@ def build_conditioner(config: Config, architecture: models.Architecture) -> Cond
         encoders=encoders,
         tokenizers=models.build_tokenizers(family, config.model),
         autoencoder=autoencoder,
-        max_sequence_length=text_length(config, architecture),
+        max_sequence_length=models.text_length(config.model, architecture),
         device=runtime.device(),
         posterior_seed=config.run.seed if config.data.vae_encode_mode == "sample" else None,
         offloaded=(*whole, autoencoder) if config.model.offload else (),

@@ -4,6 +4,7 @@ from PIL import ImageColor
 
 from ds_flux import UserError
 from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
+from ds_flux.flags import names_of
 
 Rules = list[tuple[bool, str]]  # whether it is broken, and what to say then
 
@@ -12,7 +13,7 @@ SHARES = (
 )  # fmt: skip
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
-    "max_image_pixels", "repeats",
+    "max_image_pixels", "repeats", "shuffle_buffer",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
 
@@ -25,6 +26,7 @@ def check(config: Config) -> None:
         *source_rules(config.data),
         *reference_rules(config.data),
         *size_rules(config.data, config.train),
+        *stream_rules(config.data, config.train),
         (
             lora.rank is None and lora != LoraConfig(),
             "LoRA flags without --rank have no effect: give --rank, or leave them out",
@@ -89,6 +91,37 @@ def source_rules(data: DataConfig) -> Rules:
         ),
         (data.keep_tags < 0, f"--keep_tags {data.keep_tags} must be 0 or more"),
         (data.keep_tags > 0 and not data.shuffle_tags, "--keep_tags has no effect without --shuffle_tags"),
+    ]
+
+
+def stream_rules(data: DataConfig, train: TrainConfig) -> Rules:
+    """What cannot be had of data that are read from front to back; and mixtures."""
+    num_data_sets = len(names_of(data.dataset_name or data.instance_data_dir or data.data_files and ["files"]))
+    needs_all = {
+        "cache_latents": data.cache_latents, "cache_text": data.cache_text, "tokens_per_batch": train.tokens_per_batch,
+        "instance_data_dir": data.instance_data_dir,
+    }  # fmt: skip
+    return [
+        (
+            data.streaming and train.max_train_steps is None,
+            "--streaming needs --max_train_steps: nobody knows how long a stream is",
+        ),
+        (data.streaming and train.repeats > 1, "--repeats has no effect with --streaming: a stream goes on anyway"),
+        *[
+            (
+                data.streaming and bool(value),
+                f"--{name} and --streaming contradict each other: nobody knows a stream beforehand",
+            )
+            for name, value in needs_all.items()
+        ],
+        (
+            data.dataset_weights is not None and len(data.dataset_weights) != num_data_sets,
+            f"--dataset_weights has {len(data.dataset_weights or [])} numbers for {num_data_sets} data sets",
+        ),
+        (
+            data.dataset_weights is not None and min([*data.dataset_weights, 1]) <= 0,
+            f"--dataset_weights {data.dataset_weights}: each must be more than 0",
+        ),
     ]
 
 

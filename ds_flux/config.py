@@ -92,12 +92,18 @@ class LoraConfig:
 class DataConfig:
     """data"""
 
-    dataset_name: str | None = None
-    """hub id or local path, for the `datasets` library"""
+    dataset_name: str | list[str] | None = None
+    """hub id or local path, for the `datasets` library; several data sets: a,b or a list"""
     data_files: str | list[str] | None = None
     """files for the `datasets` library instead: webdataset (.tar), .parquet, .json, .jsonl or .csv; with * for several"""
     dataset_config_name: str | None = None
     """which configuration of the data set"""
+    dataset_weights: list[float] | None = None
+    """[3, 1]: three of four samples come from the first of two data sets; default: each sample comes once in an epoch"""
+    streaming: bool = False
+    """read --dataset_name or --data_files from front to back, shard by shard, and not into a copy on this disk"""
+    shuffle_buffer: int = 1000
+    """--streaming: samples that are shuffled together; processes share them"""
     image_column: str = "image"
     """column with the images"""
     cond_image_column: str | list[str] | None = None
@@ -111,9 +117,9 @@ class DataConfig:
     """crop and flip references exactly as the image; off: they stay whole"""
     caption_column: str | None = None
     """column with the captions, one or a list of several for each image; default: --instance_prompt for every image"""
-    instance_data_dir: str | None = None
-    """folder of images, each with its caption in a .txt or .caption file of the same name, or --instance_prompt.  A file of
-    several lines has several captions: one is drawn for each visit"""
+    instance_data_dir: str | list[str] | None = None
+    """folder of images (several: a,b or a list), each with its caption in a .txt or .caption file of the same name, or
+    --instance_prompt.  A file of several lines has several captions: one is drawn for each visit"""
     instance_prompt: str | None = None
     """caption of every image that has none of its own"""
     caption_prefix: str = ""
@@ -275,58 +281,11 @@ class Config:
         return yaml.safe_dump(self.flat(), sort_keys=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainCommand:
-    """this command"""
-
-    dry_run: bool = False
-    """print the resolved settings, the final DeepSpeed configs and what would train, and exit"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecomputeCommand:
-    """this command"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorCommand:
-    """this command"""
-
-    data: bool = False
-    """decode every image and read every caption, as training would"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleCommand:
-    """this command"""
-
-    prompt: str | list[str] = ""
-    """what to show; several as a list: '["a cat", "a dog"]'"""
-    image: str | list[str] | None = None
-    """reference image to edit; several: a,b or a list"""
-    num_images_per_prompt: int = 1
-    """images of each prompt, each from noise of its own"""
-    transformer: str | None = None
-    """folder of a consolidated transformer; default: the base model's"""
-    lora: str | None = None
-    """LoRA file, or its folder"""
-    height: int | None = None
-    """pixels; default: --resolution, or with --image the size of the first"""
-    width: int | None = None
-    """pixels; default: the same"""
-    num_inference_steps: int = 28
-    """steps of the sampler"""
-    sample_guidance_scale: float | None = None
-    """distilled guidance for models with an embedding for it, else classifier-free guidance; default: the pipeline's"""
-    sample_dir: str = "samples"
-    """folder for the images, one PNG each"""
-
-
 SECTIONS: dict[str, type] = {f.name: f.type for f in fields(Config)}
 
 
 def load(argv: list[str], prog: str, command: type) -> tuple[Config, Any]:
-    """The settings of `argv`, unchecked against each other, and the command's own flags as a `command` dataclass.
+    """The settings of `argv`, unchecked against each other, and the command's own flags as a dataclass of `commands`.
 
     Raises:
         UserError: unknown flag or key (the nearest known one is named), or a wrong type.

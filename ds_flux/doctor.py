@@ -1,8 +1,10 @@
 """`ds-flux doctor --data`: every image and caption of a run's data, tried as training would.  Needs no model."""
 
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from tqdm import tqdm
 
@@ -12,8 +14,10 @@ from ds_flux.data.decode import BadSample
 from ds_flux.data.images import in_one_line, upright
 from ds_flux.data.skipped import Bad
 from ds_flux.data.sources import Source, open_source
+from ds_flux.data.stream import StreamedRow, open_stream
 
 NUM_SHOWN = 20
+SAMPLES_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,34 @@ def check_data(config: DataConfig) -> DataReport:
     Raises:
         UserError: there is no such data.
     """
-    source = open_source(config)
+    samples, total = every_sample(config)
     sizes: Counter[tuple[int, int]] = Counter()
     bad: list[Bad] = []
     num_references = 0
-    with ThreadPoolExecutor(max(1, config.dataloader_num_workers)) as pool:
-        looked_at = pool.map(lambda index: look(source, config, index), range(len(source)))
-        for index, found in enumerate(tqdm(looked_at, total=len(source), desc="look at the data")):
-            if isinstance(found, str):
-                bad.append(Bad(index, source.name(index), found))
-            else:
-                sizes[found[0]] += 1
-                num_references += len(found) - 1
-    return DataReport(len(source), num_references, sizes, bad)
+    with (
+        ThreadPoolExecutor(max(1, config.dataloader_num_workers)) as pool,
+        tqdm(total=total, desc="look at the data") as bar,
+    ):
+        while some := list(islice(samples, SAMPLES_AT_ONCE)):
+            for (source, index), found in zip(some, pool.map(lambda sample: look(sample[0], config, sample[1]), some)):
+                bar.update()
+                if isinstance(found, str):
+                    bad.append(Bad(index, source.name(index), found))
+                else:
+                    sizes[found[0]] += 1
+                    num_references += len(found) - 1
+    return DataReport(sum(sizes.values()) + len(bad), num_references, sizes, bad)
 
 
-def look(source: Source, config: DataConfig, index: int) -> list[tuple[int, int]] | str:
+def every_sample(config: DataConfig) -> tuple[Iterator[tuple[Source | StreamedRow, int]], int | None]:
+    """What can be asked for a sample, and the sample's number there; and how many there are, if that is known."""
+    if config.streaming:
+        return ((row, 0) for row in open_stream(config, 0, ()).once()), None
+    source = open_source(config)
+    return ((source, index) for index in range(len(source))), len(source)
+
+
+def look(source: Source | StreamedRow, config: DataConfig, index: int) -> list[tuple[int, int]] | str:
     """Sizes of the image and the references of a row, or what is wrong with it."""
     try:
         texts_of(source.caption(index))

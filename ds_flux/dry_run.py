@@ -4,9 +4,9 @@ import json
 import math
 from typing import Any
 
-from ds_flux import assemble, lora, models
+from ds_flux import assemble, inputs, lora, models
 from ds_flux.config import Config
-from ds_flux.data.sources import open_source
+from ds_flux.data.stream import StreamSchedule
 from ds_flux.zero.ds_config import ModelSize
 
 
@@ -47,17 +47,22 @@ def what_trains(config: Config, architecture: models.Architecture, transformer: 
 
 def on_what(config: Config, architecture: models.Architecture) -> str:
     """Steps, images, and the batches' shapes."""
-    source = open_source(config.data)
-    shapes = assemble.look_at_samples(config, architecture, source, assemble.image_rules(config, architecture))
-    schedule = assemble.make_schedule(config, architecture, len(source), shapes)
-    counts = assemble.counts_of_shapes(schedule)
+    rules = inputs.image_rules(config, architecture)
+    source = inputs.open_data(config, architecture, rules)
+    schedule = inputs.make_schedule(config, architecture, source, inputs.look(config, architecture, source, rules))
+    last_step = inputs.num_steps(config, schedule)
+    if isinstance(schedule, StreamSchedule):
+        return (
+            f"{last_step} optimizer steps of {schedule.global_batch_size} images on {schedule.world_size} processes; "
+            f"{schedule.described}"
+        )
+    counts = inputs.counts_of_shapes(schedule)
     sizes = sorted({schedule.size_of(shape) for shape in counts})
     per_step = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     lines = [
-        f"{assemble.num_steps(config, schedule, counts)} optimizer steps of {per_step} "
-        f"images on {schedule.world_size} processes; {len(source)} images in "
+        f"{last_step} optimizer steps of {per_step} images on {schedule.world_size} processes; {schedule.described} in "
         f"{len(counts)} {'shape' if len(counts) == 1 else 'shapes'}"
     ]
     if len(counts) > 1:
-        lines += [f"  {count:6} x {assemble.described(shape)}" for shape, count in counts.most_common()]
+        lines += [f"  {count:6} x {inputs.described(shape)}" for shape, count in counts.most_common()]
     return "\n".join(lines)

@@ -32,6 +32,8 @@ class Manifest:
     world_size: int
     data: dict[str, Any]
     """what the order of samples follows from: seed, number of samples, global batch size"""
+    stream: dict[str, Any] | None = None
+    """of data that are read as a stream: how far each lane has come"""
     files: dict[str, int] = field(default_factory=dict)
     """{file in the folder: its size in bytes}"""
 

@@ -270,6 +270,11 @@ def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:
     return autoencoder.to(runtime.device()).requires_grad_(False).eval()
 
 
+def text_length(config: ModelConfig, architecture: Architecture) -> int:
+    """The most text tokens the transformer sees."""
+    return config.max_sequence_length or architecture.family.text_length(architecture.config)
+
+
 def pixels_per_token(config: ModelConfig) -> int:
     """Side of the square of pixels that one token stands for: 16 for the released autoencoders."""
     channels = read_config(component_folder(config, "vae") / "config.json")["block_out_channels"]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ds_flux import assemble, caching, runtime
+from ds_flux import assemble, caching, inputs, runtime
 from ds_flux.config import Config
 
 
@@ -14,7 +14,7 @@ def precompute(config: Config) -> None:
     runtime.init()
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
-    inputs = assemble.look_at_data(config, architecture)
+    samples = inputs.look_at_data(config, architecture).samples
     conditioner = assemble.build_conditioner(config, architecture)
-    caching.prepare(config, conditioner, inputs.samples)
+    caching.prepare(config, conditioner, samples)
     runtime.log(f"done: {caching.cache_folder(config)}")

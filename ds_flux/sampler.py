@@ -11,8 +11,9 @@ from PIL import Image
 
 from ds_flux import UserError, assemble, lora, models, runtime
 from ds_flux.checks import check_colour
+from ds_flux.commands import SampleCommand
 from ds_flux.conditioning import Conditioner
-from ds_flux.config import Config, DataConfig, LoraConfig, SampleCommand
+from ds_flux.config import Config, DataConfig, LoraConfig
 from ds_flux.data.decode import BadSample, open_image
 from ds_flux.data.images import ReferenceRules, upright
 from ds_flux.families.spec import SampleRequest

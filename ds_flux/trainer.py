@@ -6,19 +6,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_flux import UserError, assemble, caching, checkpoint, lora, models, runtime
+from ds_flux import UserError, assemble, caching, checkpoint, inputs, lora, models, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
-from ds_flux.data.images import RawBatch, SampleDataset, load_batches
+from ds_flux.data.images import Batches, RawBatch, SampleDataset
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
+from ds_flux.data.stream import StreamSchedule
 from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.objective import Objective
@@ -37,7 +38,7 @@ class Run:
     objective: Objective
     samples: SampleDataset
     skipped: SkippedSamples
-    schedule: Schedule
+    schedule: Schedule | StreamSchedule
     manifest: Manifest  # of step 0
     first_step: int
     last_step: int
@@ -51,15 +52,15 @@ def setup(config: Config) -> Run:
         ds_config = assemble.transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
         if config.lora.rank is not None:
             lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
-    inputs = assemble.look_at_data(config, architecture)
-    schedule = assemble.make_schedule(config, architecture, len(inputs.source), inputs.shapes)
-    counts = assemble.counts_of_shapes(schedule)
-    last_step = assemble.num_steps(config, schedule, counts)
-    assemble.name_rare_shapes(schedule, counts, last_step)
-    manifest = describe(config, architecture, ds_config, schedule, inputs.shapes)
-    resume_folder = find_resume(config, manifest)
+    data = inputs.look_at_data(config, architecture)
+    schedule = inputs.make_schedule(config, architecture, data.source, data.shapes)
+    last_step = inputs.num_steps(config, schedule)
+    manifest = describe(config, architecture, ds_config, data_facts(config, schedule, data.shapes))
+    resume_folder, found = find_resume(config, manifest)
+    if isinstance(schedule, StreamSchedule) and found:
+        schedule = schedule.behind(found.stream)
 
-    conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), inputs.samples)
+    conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), data.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
@@ -73,7 +74,7 @@ def setup(config: Config) -> Run:
         objective=make_objective(config, architecture),
         samples=samples,
         skipped=SkippedSamples(
-            Path(config.run.output_dir) / "skipped.jsonl", len(inputs.source), config.data, goes_on=engine.global_steps > 0
+            Path(config.run.output_dir) / "skipped.jsonl", manifest.data["num_samples"], config.data, engine.global_steps > 0
         ),
         schedule=schedule,
         manifest=manifest,
@@ -112,9 +113,21 @@ def guidance_scale(config: Config, architecture: models.Architecture) -> float |
     return 3.5 if config.flow.guidance_scale is None else config.flow.guidance_scale
 
 
-def describe(
-    config: Config, architecture: models.Architecture, ds_config: dict[str, Any], schedule: Schedule, shapes: Shapes
-) -> Manifest:
+def data_facts(config: Config, schedule: Schedule | StreamSchedule, shapes: Shapes) -> dict[str, Any]:
+    """What the order of samples follows from."""
+    is_stream = isinstance(schedule, StreamSchedule)
+    return {
+        "seed": config.run.seed,
+        "num_samples": None if is_stream else schedule.num_samples,
+        "global_batch_size": schedule.global_batch_size,
+        "shapes": shapes.digest(config.data),
+        "dataset_weights": config.data.dataset_weights,
+        "num_shards": [part.num_shards for part in schedule.stream.parts] if is_stream else None,
+        "shuffle_buffer": config.data.shuffle_buffer if is_stream else None,
+    }
+
+
+def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], data: dict[str, Any]) -> Manifest:
     """The manifest of this run at step 0."""
     adapter = None
     if config.lora.rank is not None:
@@ -131,20 +144,15 @@ def describe(
         lora=adapter,
         zero_stage=zero_config.stage_of(ds_config),
         world_size=runtime.world_size(),
-        data={
-            "seed": config.run.seed,
-            "num_samples": schedule.num_samples,
-            "global_batch_size": schedule.global_batch_size,
-            "shapes": shapes.digest(config.data),
-        },
+        data=data,
     )
 
 
-def find_resume(config: Config, manifest: Manifest) -> Path | None:
-    """The checked checkpoint to go on from, if one is asked for and there.  A collective."""
+def find_resume(config: Config, manifest: Manifest) -> tuple[Path | None, Manifest | None]:
+    """The checked checkpoint to go on from, and what it says of itself, if one is asked for and there.  A collective."""
     wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
-    def look() -> tuple[Path | None, list[str]]:
+    def look() -> tuple[Path | None, Manifest | None, list[str]]:
         if wanted is None and checkpoints(output_dir):
             raise UserError(
                 f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
@@ -152,13 +160,14 @@ def find_resume(config: Config, manifest: Manifest) -> Path | None:
             )
         folder = find(output_dir, wanted) if wanted else None
         if folder is None:
-            return None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
-        return folder, check_fits(folder, read_manifest(folder), manifest)
+            return None, None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
+        found = read_manifest(folder)
+        return folder, found, check_fits(folder, found, manifest)
 
-    folder, notes = runtime.on_main(look, "looking for the checkpoint")
+    folder, found, notes = runtime.on_main(look, "looking for the checkpoint")
     for note in notes:
         runtime.log(note)
-    return folder
+    return folder, found
 
 
 def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
@@ -199,7 +208,7 @@ def share_that_counts(run: Run, raws: list[RawBatch]) -> float:
     bad = [one for raw in raws for one in raw.bad]
     num_bad, num = runtime.all_reduce_sum(torch.tensor([len(bad), sum(len(raw.keys) for raw in raws)])).tolist()
     if num_bad:
-        run.skipped.agree(bad)
+        run.skipped.agree(bad, (run.engine.global_steps + 1) * run.schedule.global_batch_size)
     if num_bad == num:
         raise UserError(f"none of the {num} samples of step {run.engine.global_steps + 1} can be used; see {run.skipped.path}")
     return 1 - num_bad / num
@@ -226,33 +235,36 @@ def train(config: Config) -> int:
 def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
     """Step after step, to the last one or to a signal, whose number it returns."""
     micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches = load_batches(run.samples, micro_batches)
+    batches = Batches(run.samples, micro_batches)
     for step in range(run.first_step + 1, run.last_step + 1):
         signal_number = stop.agreed()
         if signal_number:
-            leave_early(run, output_dir, step - 1, signal_number)
+            leave_early(run, output_dir, step - 1, batches, signal_number)
             return signal_number
         figures = train_step(run, batches)
         peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
         figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
         writer.write(step, figures)
         if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-            save_checkpoint(run, output_dir, step)
+            save_checkpoint(run, output_dir, step, batches)
     return 0
 
 
-def save_checkpoint(run: Run, output_dir: Path, step: int) -> Path:
+def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> Path:
     """Write the checkpoint of a finished step.  A collective."""
-    manifest = Manifest(**{**vars(run.manifest), "step": step})
+    stream = None
+    if isinstance(run.schedule, StreamSchedule):
+        stream = run.schedule.record(runtime.gathered(list(batches.positions.items())))
+    manifest = replace(run.manifest, step=step, stream=stream)
     return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
 
 
-def leave_early(run: Run, output_dir: Path, step: int, signal_number: int) -> None:
+def leave_early(run: Run, output_dir: Path, step: int, batches: Batches, signal_number: int) -> None:
     """A signal came: save what is not saved yet and say how to go on.  A collective."""
     folder = output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
     if step > run.first_step and not is_saved:
-        save_checkpoint(run, output_dir, step)
+        save_checkpoint(run, output_dir, step, batches)
     saved = f"{folder} is saved; go on with --resume_from_checkpoint latest" if step else "there was no step to save"
     runtime.log(f"stopped by {signal.Signals(signal_number).name} after step {step}: {saved}")
 
@@ -273,6 +285,6 @@ def announce(run: Run, setup_s: float) -> None:
     per_step = schedule.global_batch_size if tokens is None else f"{tokens * schedule.num_micro_batches} image tokens"
     runtime.log(
         f"training {what} ({sum(counts):,} parameters in {len(counts)} tensors) at ZeRO stage {stage} on "
-        f"{schedule.world_size} processes; {schedule.num_samples} images, {per_step} per step; "
+        f"{schedule.world_size} processes; {schedule.described}, {per_step} per step; "
         f"steps {run.first_step + 1} to {run.last_step}; set up in {setup_s:.0f} s"
     )

@@ -52,7 +52,7 @@ def metrics(output_dir: Path) -> list[dict[str, float]]:
 
 def main(path: str) -> None:
     """One rank of `run_jobs`."""
-    from ds_flux import checks, config, runtime, trainer
+    from ds_flux import checks, commands, config, runtime, trainer
 
     runtime.init()
     for job in json.loads(Path(path).read_text()):
@@ -61,7 +61,7 @@ def main(path: str) -> None:
             module, function = job["function"].split(":")
             getattr(importlib.import_module(module), function)(*job["args"])
             continue
-        settings, _ = config.load(job, "ds-flux train", config.TrainCommand)
+        settings, _ = config.load(job, "ds-flux train", commands.TrainCommand)
         checks.check(settings)
         assert trainer.train(settings) == 0
     runtime.shutdown()

@@ -10,7 +10,7 @@ from ds_flux.config import SECTIONS, Config, DataConfig, ModelConfig
 from ds_flux.data.buckets import Buckets
 from ds_flux.data.captions import caption_of, drawn, read_caption_file
 from ds_flux.data.decode import BadSample
-from ds_flux.data.images import RawBatch, load_batches
+from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.shapes import Shapes, caption_lengths
 from ds_flux.data.sources import open_source
 from tests.pairs import dataset_of
@@ -125,7 +125,7 @@ def test_several_captions_of_a_table_reach_the_prompts(tmp_path: Path, num_worke
     samples = dataset_of(config, 0)
     keys = [(0, visit) for visit in range(12)] + [(1, 0)]
     prompts = []
-    for batch in load_batches(samples, [[key] for key in keys]):
+    for batch in Batches(samples, [[key] for key in keys]):
         assert isinstance(batch, RawBatch)
         assert batch.prompts["text_encoder"] == batch.prompts["text_encoder_2"]
         prompts += batch.prompts["text_encoder"]

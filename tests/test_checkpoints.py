@@ -11,7 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 
-from ds_flux import UserError, assemble, config, lora, models, runtime
+from ds_flux import UserError, assemble, commands, config, lora, models, runtime
 from ds_flux.consolidate import consolidate
 from ds_flux.consolidate import main as consolidate_command
 from tests.conftest import Assets
@@ -107,7 +107,7 @@ def test_the_stock_pipeline_loads_the_lora(assets: Assets, folder: Path, tmp_pat
     torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
 
     arguments = ["--pretrained_model_name_or_path", str(assets.model), "--mixed_precision", "no"]
-    settings, _ = config.load(arguments, "test", config.SampleCommand)
+    settings, _ = config.load(arguments, "test", commands.SampleCommand)
     runtime.init()
     architecture = models.find_architecture(settings.model)
     ours = assemble.build_frozen_transformer(settings, architecture, lora.config_of_file(tmp_path / "out", architecture.family))

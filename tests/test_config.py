@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ds_flux import checks, config
-from ds_flux.config import OptimConfig, TrainCommand, TrainConfig
+from ds_flux import checks, commands, config
+from ds_flux.commands import TrainCommand
+from ds_flux.config import OptimConfig, TrainConfig
 from ds_flux.families import tiny
 from ds_flux.zero import ds_config
 from ds_flux.zero.ds_config import ModelSize
@@ -62,7 +63,7 @@ def test_every_field_has_a_help_text() -> None:
 
     from docstring_parser import parse_from_object
 
-    for section in (*config.SECTIONS.values(), config.TrainCommand, config.SampleCommand):
+    for section in (*config.SECTIONS.values(), commands.TrainCommand, commands.SampleCommand):
         documented = {p.arg_name for p in parse_from_object(section).params if p.description}
         assert documented == {f.name for f in dataclasses.fields(section)}, section
 

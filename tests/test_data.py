@@ -11,7 +11,7 @@ from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
-from ds_flux.data.images import load_batches, prepare_pixels, prepare_prompts
+from ds_flux.data.images import Batches, prepare_pixels, prepare_prompts
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.sources import open_source
 from tests.pairs import dataset_of
@@ -144,7 +144,7 @@ def test_a_bad_image_is_named_and_does_not_count(tmp_path: Path, num_workers: in
     picture(tmp_path / "a.png", (255, 0, 0))
     (tmp_path / "b.png").write_bytes(b"no image")
     config = DataConfig(instance_data_dir=str(tmp_path), instance_prompt="p", resolution=16, dataloader_num_workers=num_workers)
-    good, mixed = load_batches(dataset_of(config, 0, 16), [[(0, 0)], [(0, 1), (1, 0)]])
+    good, mixed = Batches(dataset_of(config, 0, 16), [[(0, 0)], [(0, 1), (1, 0)]])
     assert good.keys == [(0, 0)] and not good.bad and good.weights.tolist() == [1.0]
     assert mixed.weights.tolist() == [1.0, 0.0] and mixed.images[0].shape == (2, 3, 16, 16)
     assert [(bad.sample, bad.name) for bad in mixed.bad] == [(1, str(tmp_path / "b.png"))]

@@ -275,7 +275,7 @@ def test_a_reference_that_cannot_be_read_is_named_before_the_start(
     rows = {"image": [str(good)] * 4, "ref": [str(good), str(good), str(bad), None], "text": ["a"] * 4}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "rows")
     done = run_main("train", *pairs.flags("flux2", tmp_path / "run", dataset_name=tmp_path / "rows", max_train_steps=1))
-    one_line(done, "1 of 4 samples cannot be used (the first: row 2 of the data set cannot be used: ")
+    one_line(done, f"1 of 4 samples cannot be used (the first: row 2 of {tmp_path / 'rows'} cannot be used: ")
     assert "bad.png" in done.errors and not (tmp_path / "run").exists()
 
 

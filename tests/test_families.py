@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_flux import config, models
+from ds_flux import commands, config, models
 from ds_flux.conditioning import encode_images
 from ds_flux.data.images import ReferenceRules, as_pixels, fit
 from ds_flux.denoiser import denoising_loss
@@ -38,7 +38,7 @@ PROMPTS = ["a cat", "", "a dog and a bee that invert the colors of the ant"]
 
 def settings(pairs: Pairs, name: str, *more: str) -> config.Config:
     arguments = ["--pretrained_model_name_or_path", str(pairs.model(name)), "--mixed_precision", "no", *more]
-    return config.load(arguments, "test", config.TrainCommand)[0]
+    return config.load(arguments, "test", commands.TrainCommand)[0]
 
 
 def stock_text(pipeline: Any, name: str, prompt: str) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags"],
+    ["flags", "commands"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
     [
         "families.spelling",
@@ -29,8 +29,10 @@ FLOORS = [
         "data.skipped",
         "data.decode",
         "data.captions",
+        "data.columns",
         "data.tables",
         "data.sources",
+        "data.stream",
         "data.buckets",
         "data.shards",
         "data.store",
@@ -45,7 +47,7 @@ FLOORS = [
         "lora",
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
-    ["assemble", "caching", "objective", "checkpoint", "consolidate"],
+    ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]

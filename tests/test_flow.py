@@ -7,7 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
-from ds_flux import config, flow, models, trainer
+from ds_flux import commands, config, flow, models, trainer
 from ds_flux.conditioning import Conditioner
 from ds_flux.data.images import RawBatch
 from ds_flux.denoiser import denoising_loss
@@ -118,6 +118,6 @@ def test_dropped_prompts_are_the_empty_prompt(assets: Assets) -> None:
 def test_timestep_shift(assets: Assets, shift: str, mu: float) -> None:
     """By hand, or as the pipeline shifts at this size: 16 tokens."""
     arguments = ["--pretrained_model_name_or_path", str(assets.model), "--resolution", "32", "--timestep_shift", shift]
-    settings, _ = config.load(arguments, "test", config.TrainCommand)
+    settings, _ = config.load(arguments, "test", commands.TrainCommand)
     objective = trainer.make_objective(settings, models.find_architecture(settings.model))
     assert objective.mu_of(16) == pytest.approx(mu)

@@ -25,9 +25,9 @@ def fixed_inputs(dtype: torch.dtype = torch.float32, batch_size: int = 2) -> dic
 
 def velocity_of_run(argv: list[str], path: str) -> None:
     """What the engine of a resumed run says for the fixed inputs, saved by rank 0."""
-    from ds_flux import config, runtime, trainer
+    from ds_flux import commands, config, runtime, trainer
 
-    run = trainer.setup(config.load(argv, "ds-flux train", config.TrainCommand)[0])
+    run = trainer.setup(config.load(argv, "ds-flux train", commands.TrainCommand)[0])
     run.engine.eval()  # no dropout of adapters
     with torch.no_grad():
         velocity = run.engine(**fixed_inputs(next(run.engine.module.parameters()).dtype), return_dict=False)[0]
@@ -40,11 +40,11 @@ def text_engine_equals_whole(model: str, ds_config: str, path: str) -> None:
     """T5 in its engine and T5 whole say the same, bit for bit; rank 0 saves the largest difference."""
     from transformers import T5EncoderModel
 
-    from ds_flux import config, models, runtime
+    from ds_flux import commands, config, models, runtime
     from ds_flux.assemble import build_conditioner
 
     argv = ["--pretrained_model_name_or_path", model, "--mixed_precision", "no", "--max_sequence_length", "8"]
-    settings = config.load([*argv, "--text_encoder_deepspeed_config", ds_config], "test", config.TrainCommand)[0]
+    settings = config.load([*argv, "--text_encoder_deepspeed_config", ds_config], "test", commands.TrainCommand)[0]
     conditioner = build_conditioner(settings, models.find_architecture(settings.model))
     engine = conditioner.encoders["text_encoder_2"]
     held = sum(parameter.ds_tensor.numel() for parameter in engine.module.parameters())
@@ -109,9 +109,9 @@ def ranks_fail_together() -> None:
 
 def encode_prompts(argv: list[str], prompts: list[str], path: str) -> None:
     """The text features of each prompt alone, by the sharded engine; the ranks take different prompts first."""
-    from ds_flux import assemble, config, models, runtime
+    from ds_flux import assemble, commands, config, models, runtime
 
-    settings = config.load(argv, "test", config.TrainCommand)[0]
+    settings = config.load(argv, "test", commands.TrainCommand)[0]
     conditioner = assemble.build_conditioner(settings, models.find_architecture(settings.model))
     shift = runtime.rank()
     turned = prompts[shift:] + prompts[:shift]
@@ -129,6 +129,6 @@ def encode_prompts(argv: list[str], prompts: list[str], path: str) -> None:
 
 def sample(argv: list[str]) -> None:
     """`ds-flux sample` in the group that is there."""
-    from ds_flux import config, sampler
+    from ds_flux import commands, config, sampler
 
-    sampler.sample(*config.load(argv, "test", config.SampleCommand))
+    sampler.sample(*config.load(argv, "test", commands.SampleCommand))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ds_flux.data.decode import BadSample, Size, decode, upright_size
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.skipped import Bad
 from ds_flux.data.sources import Source
+from ds_flux.data.stream import Position, Stream, StreamedRow
 from ds_flux.randomness import uniform
 
 TEXT_ENCODER_DROPOUTS = {"text_encoder": "text_encoder_dropout", "text_encoder_2": "text_encoder_2_dropout"}
@@ -36,6 +37,7 @@ class RawBatch:
     spread: Tensor | None = None  # (B, C, H, W) of latents from a cache that holds it
     bad: tuple[Bad, ...] = ()  # samples that cannot be used; their place is held by zeros, and does not count
     weights: Tensor | None = None  # (B,): 0 for them, 1 for the others; None: all count
+    positions: tuple[tuple[int, Position], ...] = ()  # of a stream: lanes, and how far this batch has brought them
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Sample:
     are_latents: bool
     spread: Tensor | None = None  # of the image's latents
     bad: Bad | None = None
+    position: tuple[int, Position] | None = None  # of a stream
 
 
 @dataclass(frozen=True)
@@ -88,21 +91,29 @@ class ImageRules:
 
 @dataclass(frozen=True)
 class SampleDataset(Dataset):
-    """{sample key: prepared sample}.
+    """{sample key, or row of a stream: prepared sample}.
 
     Args:
+        source: of the rows; a row of a stream brings its own.
         sizes_of: the sizes that the images of a visit must have, for the sake of its batch.
         cache: take latents from here instead of decoding images.
     """
 
-    source: Source
+    source: Source | Stream | StreamedRow
     config: DataConfig
     seed: int
     rules: ImageRules
     sizes_of: Callable[[SampleKey], tuple[Size, ...]]
     cache: LatentCache | None = None
 
-    def __getitem__(self, key: SampleKey) -> Sample:
+    def __getitem__(self, asked: SampleKey | StreamedRow) -> Sample:
+        """By its identity alone."""
+        if not isinstance(asked, StreamedRow):
+            return self.prepare(asked)
+        sample = replace(self, source=asked).prepare(asked.key)
+        return sample if asked.position is None else replace(sample, position=(asked.lane, asked.position))
+
+    def prepare(self, key: SampleKey) -> Sample:
         """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
         images, spread, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
         prompts = dict.fromkeys(TEXT_ENCODER_DROPOUTS, "")
@@ -221,10 +232,23 @@ def collate(samples: list[Sample]) -> RawBatch:
         spread=None if samples[0].spread is None else torch.stack([sample.spread for sample in samples]),
         bad=tuple(sample.bad for sample in samples if sample.bad),
         weights=torch.tensor([0.0 if sample.bad else 1.0 for sample in samples]),
+        positions=tuple(sample.position for sample in samples if sample.position),
     )
 
 
-def load_batches(samples: SampleDataset, micro_batches: Iterable[list[SampleKey]]) -> Iterator[RawBatch]:
-    """The micro batches of a schedule, prepared in --dataloader_num_workers processes."""
-    num_workers = samples.config.dataloader_num_workers
-    return iter(DataLoader(samples, batch_sampler=micro_batches, collate_fn=collate, num_workers=num_workers))
+class Batches:
+    """The micro batches of a schedule, prepared in --dataloader_num_workers processes; of a stream, knows how far they are."""
+
+    def __init__(self, samples: SampleDataset, micro_batches: Iterable[list[Any]]):
+        num_workers = samples.config.dataloader_num_workers
+        self.loader = iter(DataLoader(samples, batch_sampler=micro_batches, collate_fn=collate, num_workers=num_workers))
+        self.positions: dict[int, Position] = {}
+        """{lane: how far the batches given out have brought it}"""
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        return self
+
+    def __next__(self) -> RawBatch:
+        raw = next(self.loader)
+        self.positions |= raw.positions
+        return raw

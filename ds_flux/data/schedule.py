@@ -5,15 +5,18 @@ batch.  So a global batch has one shape, and left-over samples open the next epo
 micro batch or accumulation only decides who takes which slice; a resume is a position.
 """
 
+import math
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import accumulate, count, islice
 
 from ds_flux import UserError
 from ds_flux.randomness import epoch_order
 
 SampleKey = tuple[int, int]  # (sample id, visit): visit counts how often the run has seen the sample
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def one_shape(_key: SampleKey) -> Hashable:
@@ -21,8 +24,45 @@ def one_shape(_key: SampleKey) -> Hashable:
     return None
 
 
-@dataclass(frozen=True)
-class Schedule:
+def shuffled(seed: int, num_samples: int, first: int = 0) -> Iterator[SampleKey]:
+    """The samples from `first` on, epoch after epoch."""
+    for epoch in count():
+        for sample in epoch_order(seed, epoch, num_samples):
+            yield first + int(sample), epoch
+
+
+def turn_of(number: int, weights: Sequence[float]) -> int:
+    """Which of several data sets the sample of this number is taken from, in shares that are true in any stretch.
+
+    The fractional parts of multiples of the golden ratio fill [0, 1) as evenly as a sequence can.
+    """
+    place = number * GOLDEN % 1 * sum(weights)
+    return min(bisect(list(accumulate(weights)), place), len(weights) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """How global batches are dealt out: this rank's part of them."""
+
+    seed: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    rank: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Images per optimizer step, over all ranks."""
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per optimizer step, over all ranks."""
+        return self.gradient_accumulation_steps * self.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Slices):
     """The slices of one rank.
 
     Raises:
@@ -30,11 +70,10 @@ class Schedule:
     """
 
     num_samples: int
-    seed: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    world_size: int
-    rank: int
+    sizes: tuple[int, ...] = ()
+    """samples of each of several data sets, where they are mixed by weight"""
+    weights: tuple[float, ...] = ()
+    """of each: how much of what is trained on comes from it; none: each sample comes once in an epoch"""
     shape_of: Callable[[SampleKey], Hashable] = one_shape
     """what must be equal within a batch"""
     micro_batch_size_of: Callable[[Hashable], int] | None = None
@@ -49,14 +88,9 @@ class Schedule:
             )
 
     @property
-    def global_batch_size(self) -> int:
-        """Images per optimizer step, over all ranks."""
-        return self.micro_batch_size * self.num_micro_batches
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Per optimizer step, over all ranks."""
-        return self.gradient_accumulation_steps * self.world_size
+    def described(self) -> str:
+        """What it is a schedule of, in words."""
+        return f"{self.num_samples} images"
 
     def size_of(self, shape: Hashable) -> int:
         """Images of this shape in an optimizer step, over all ranks."""
@@ -66,13 +100,20 @@ class Schedule:
     def global_batches(self) -> Iterator[list[SampleKey]]:
         """The endless sequence of global batches, the same on every rank."""
         waiting: dict[Hashable, list[SampleKey]] = defaultdict(list)
-        for epoch in count():
-            for sample in epoch_order(self.seed, epoch, self.num_samples):
-                key = (int(sample), epoch)
-                shape = self.shape_of(key)
-                waiting[shape].append(key)
-                if len(waiting[shape]) == self.size_of(shape):
-                    yield waiting.pop(shape)
+        for key in self.visits():
+            shape = self.shape_of(key)
+            waiting[shape].append(key)
+            if len(waiting[shape]) == self.size_of(shape):
+                yield waiting.pop(shape)
+
+    def visits(self) -> Iterator[SampleKey]:
+        """The endless sequence of samples: epoch after epoch; of a mixture, each data set has epochs of its own."""
+        if not self.weights:
+            yield from shuffled(self.seed, self.num_samples)
+        firsts = [0, *accumulate(self.sizes)]
+        parts = [shuffled(self.seed, size, first) for first, size in zip(firsts, self.sizes)]
+        for number in count():
+            yield next(parts[turn_of(number, self.weights)])
 
     def micro_batches(self, first_step: int, last_step: int) -> Iterator[list[SampleKey]]:
         """This rank's micro batches of the optimizer steps first_step <= step < last_step."""

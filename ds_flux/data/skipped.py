@@ -8,6 +8,7 @@ from ds_flux import UserError, runtime
 from ds_flux.config import DataConfig
 
 NUM_NAMED = 5  # in the log; all are in the file
+MIN_SEEN = 1000  # samples of a stream, before a share of them means anything
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,20 @@ class SkippedSamples:
 
     Args:
         path: skipped.jsonl in the run's folder.
+        num_samples: in the data; None for a stream.
         goes_on: the run was resumed: what its earlier part left out is in the file.
     """
 
-    def __init__(self, path: Path, num_samples: int, config: DataConfig, goes_on: bool):
+    def __init__(self, path: Path, num_samples: int | None, config: DataConfig, goes_on: bool):
         self.path, self.num_samples, self.config = path, num_samples, config
         lines = runtime.on_main(lambda: path.read_text().splitlines() if goes_on and path.exists() else [], f"reading {path}")
         self.reasons = {row["sample"]: row["reason"] for row in map(json.loads, lines)}
 
-    def agree(self, here: list[Bad]) -> None:
+    def agree(self, here: list[Bad], num_seen: int) -> None:
         """Count what each rank met in a step that had any.  A collective.
+
+        Args:
+            num_seen: samples that the run has seen: it is of these that a share of a stream may be left out.
 
         Raises:
             UserError: more than --max_bad_fraction of the data, or any at all with --on_bad_sample error.
@@ -54,9 +59,10 @@ class SkippedSamples:
             return
         runtime.on_main(lambda: self.write(list(new.values())), f"writing {self.path.name}")
         last = list(new.values())[-1]
-        if len(self.reasons) > self.config.max_bad_fraction * self.num_samples:
+        num_samples = self.num_samples or max(num_seen, MIN_SEEN)
+        if len(self.reasons) > self.config.max_bad_fraction * num_samples:
             raise UserError(
-                f"{len(self.reasons)} of {self.num_samples} samples cannot be used, more than --max_bad_fraction "
+                f"{len(self.reasons)} of {num_samples} samples cannot be used, more than --max_bad_fraction "
                 f"{self.config.max_bad_fraction} (the last: {last}); see {self.path}"
             )
 

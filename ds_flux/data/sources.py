@@ -3,21 +3,20 @@
 Images are opened, and not yet decoded.
 """
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.data.captions import Captions, read_caption_file
-from ds_flux.data.decode import BadSample, open_image
-from ds_flux.data.tables import load_rows, name_of, root_of, undecoded
-from ds_flux.flags import check_known, names_of
+from ds_flux.data.columns import Columns, columns_of, digest_of
+from ds_flux.data.decode import open_image
+from ds_flux.data.tables import each_data_set, load_rows, name_of, root_of, undecoded
 
 if TYPE_CHECKING:
     import datasets
@@ -68,91 +67,100 @@ class Table:
     """A split of a data set, whose image columns are not decoded by the library."""
 
     rows: "datasets.Dataset"
-    image_column: str
-    caption_column: str | None
-    prompt: str | None
-    max_pixels: int
-    reference_columns: tuple[str, ...] = ()
-    root: Path = Path()
-    """where relative paths in cells begin"""
+    columns: Columns
+    title: str
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def images(self, index: int) -> tuple[Image.Image, ...]:
-        """The image of a row."""
-        return (self.open_cell(self.images_alone[index][self.image_column]),)
-
     @cached_property
     def images_alone(self) -> "datasets.Dataset":
         """The rows with one column: the others are not read."""
-        return self.rows.select_columns([self.image_column])
+        return self.rows.select_columns([self.columns.image])
 
     @cached_property
     def captions_alone(self) -> "datasets.Dataset":
         """The same of the captions."""
-        return self.rows.select_columns([str(self.caption_column)])
+        return self.rows.select_columns([str(self.columns.caption)])
 
     @cached_property
     def references_alone(self) -> "datasets.Dataset":
         """The same of the references."""
-        return self.rows.select_columns(list(self.reference_columns))
+        return self.rows.select_columns(list(self.columns.references))
+
+    def images(self, index: int) -> tuple[Image.Image, ...]:
+        """The image of a row."""
+        return (self.columns.image_of(self.images_alone[index]),)
 
     def caption(self, index: int) -> Captions:
         """The caption of a row, or several, as stored."""
-        return self.prompt if self.caption_column is None else self.captions_alone[index][self.caption_column]
+        return self.columns.caption_of(self.captions_alone[index] if self.columns.caption else {})
 
     def references(self, index: int) -> tuple[Image.Image, ...]:
-        """The reference images of a row, column after column; an empty cell is none, a list is several."""
-        if not self.reference_columns:
-            return ()
-        row = self.references_alone[index]
-        values = [value for column in self.reference_columns for value in as_list(row[column])]
-        return tuple(self.open_cell(value) for value in values)
-
-    def open_cell(self, value: Any) -> Image.Image:
-        """An image of a cell.  Raises BadSample, with the path where the cell has one: the row's number does not tell it."""
-        value = self.root / value if isinstance(value, str) else value
-        try:
-            return open_image(value, self.max_pixels)
-        except BadSample as reason:
-            path = value.get("path") if isinstance(value, dict) else value
-            raise BadSample(f"{path}: {reason}" if isinstance(path, str | Path) else str(reason)) from None
+        """The reference images of a row."""
+        return self.columns.references_of(self.references_alone[index] if self.columns.references else {})
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
-        return f"row {index} of the data set"
+        return f"row {index} of {self.title}"
 
     def fingerprint(self, index: int) -> str:
         """Of the bytes of the image and its references."""
-        values = [self.images_alone[index][self.image_column]]
-        if self.reference_columns:
-            row = self.references_alone[index]
-            values += [value for column in self.reference_columns for value in as_list(row[column])]
-        return digest_of([self.root / value if isinstance(value, str) else value for value in values])
+        values = [self.images_alone[index][self.columns.image]]
+        if self.columns.references:
+            values += self.columns.reference_values(self.references_alone[index])
+        return digest_of([self.columns.at_root(value) for value in values])
 
 
-Source = Folder | Table
+@dataclass(frozen=True)
+class Several:
+    """Data sets, one behind the other."""
+
+    parts: tuple[Folder | Table, ...]
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Samples of each."""
+        return [len(part) for part in self.parts]
+
+    def at(self, index: int) -> tuple[Folder | Table, int]:
+        """The data set that a sample is of, and its number there."""
+        for part, size in zip(self.parts, self.sizes):
+            if index < size:
+                return part, index
+            index -= size
+        raise IndexError
+
+    def images(self, index: int) -> tuple[Image.Image, ...]:
+        """The image of a sample."""
+        part, index = self.at(index)
+        return part.images(index)
+
+    def caption(self, index: int) -> Captions:
+        """The caption of a sample, or several.  Raises BadSample."""
+        part, index = self.at(index)
+        return part.caption(index)
+
+    def references(self, index: int) -> tuple[Image.Image, ...]:
+        """The reference images of a sample."""
+        part, index = self.at(index)
+        return part.references(index)
+
+    def fingerprint(self, index: int) -> str:
+        """Of the bytes of the image and its references."""
+        part, index = self.at(index)
+        return part.fingerprint(index)
+
+    def name(self, index: int) -> str:
+        """How to find a sample, for messages."""
+        part, index = self.at(index)
+        return part.name(index)
 
 
-def digest_of(values: list[Any]) -> str:
-    """Of the bytes that cells hold or point to; a file that cannot be read is its name."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in values:
-        if isinstance(value, dict):
-            value = value.get("path") if value.get("bytes") is None else value["bytes"]
-        try:
-            digest.update(value if isinstance(value, bytes) else Path(value).read_bytes())
-        except (OSError, TypeError):
-            digest.update(repr(value).encode())
-        digest.update(b"|")
-    return digest.hexdigest()
-
-
-def as_list(value: Any) -> list[Any]:
-    """A cell as a list of its images."""
-    values = value if isinstance(value, list) else [value]
-    return [value for value in values if value is not None]
+Source = Folder | Table | Several
 
 
 def open_source(config: DataConfig) -> Source:
@@ -161,10 +169,11 @@ def open_source(config: DataConfig) -> Source:
     Raises:
         UserError: nothing is there, a column is missing, or there are no images.
     """
-    source = open_folder(config) if config.instance_data_dir else open_table(config)
-    if len(source) == 0:
-        raise UserError(f"{config.instance_data_dir or name_of(config)}: no images there")
-    return source
+    parts = tuple(open_folder(one) if one.instance_data_dir else open_table(one) for one in each_data_set(config))
+    for part, one in zip(parts, each_data_set(config)):
+        if len(part) == 0:
+            raise UserError(f"{one.instance_data_dir or name_of(one)}: no images there")
+    return parts[0] if len(parts) == 1 else Several(parts)
 
 
 def open_folder(config: DataConfig) -> Folder:
@@ -197,19 +206,5 @@ def caption_files(files: Iterable[Path]) -> dict[Path, Path]:
 def open_table(config: DataConfig) -> Table:
     """--dataset_name and --data_files: the split `train` of what the `datasets` library makes of them."""
     rows = load_rows(config)
-    references = names_of(config.cond_image_column)
-    flags = {"image_column": [config.image_column], "cond_image_column": references, "caption_column": []}
-    if config.caption_column is not None:
-        flags["caption_column"] = [config.caption_column]
-    for flag, columns in flags.items():
-        check_known(columns, rows.column_names, f"column (--{flag}) of {name_of(config)}")
-    rows = undecoded(rows, [config.image_column, *references])
-    return Table(
-        rows=rows,
-        image_column=config.image_column,
-        caption_column=config.caption_column,
-        prompt=config.instance_prompt,
-        max_pixels=config.max_image_pixels,
-        reference_columns=tuple(references),
-        root=root_of(config),
-    )
+    columns = columns_of(config, rows.column_names, root_of(config), name_of(config))
+    return Table(undecoded(rows, [columns.image, *columns.references]), columns, name_of(config))

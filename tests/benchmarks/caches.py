@@ -30,41 +30,41 @@ def main() -> None:
     folder = parser.parse_args().folder.resolve()
     import torch
 
-    from ds_flux import assemble, caching, checks, config, demo, runtime, trainer
-    from ds_flux.data.images import load_batches
+    from ds_flux import assemble, caching, checks, commands, config, demo, inputs, runtime, trainer
+    from ds_flux.data.images import Batches
 
     shutil.rmtree(folder, ignore_errors=True)
     demo.main(["--output_dir", str(folder), "--autoencoder_steps", "20"])
     flags = ["--config", str(folder / "run.yaml"), "--deepspeed_config", "ds_configs/zero1.json"]
     flags += ["--cache_latents", "true", "--cache_text", "true", "--center_crop", "true"]
-    settings = config.load(flags, "benchmark", config.TrainCommand)[0]
+    settings = config.load(flags, "benchmark", commands.TrainCommand)[0]
     checks.check(settings)
     runtime.init()
     architecture = assemble.find_model(settings)
-    inputs = assemble.look_at_data(settings, architecture)
+    data = inputs.look_at_data(settings, architecture)
     conditioner = assemble.build_conditioner(settings, architecture)
 
     began_s = time.perf_counter()
-    for sample in range(len(inputs.source)):
-        pixels, *_ = inputs.samples.images((sample, 0))
+    for sample in range(len(data.source)):
+        pixels, *_ = data.samples.images((sample, 0))
     decoding_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
-    for _ in range(len(inputs.source)):
+    for _ in range(len(data.source)):
         conditioner.encode_images((pixels[0][None],))
     bare_s = time.perf_counter() - began_s
     before = rss_mib()
     began_s = time.perf_counter()
-    cached, samples = caching.cache_latents(settings, conditioner, inputs.samples)
+    cached, samples = caching.cache_latents(settings, conditioner, data.samples)
     ours_s = time.perf_counter() - began_s
     print(
         f"images: precompute {ours_s:.2f} s, the bare autoencoder {bare_s:.2f} s and decoding {decoding_s:.2f} s: "
         f"{bare_s / ours_s:.2f} of the bare encoder's speed, {(bare_s + decoding_s) / ours_s:.2f} of both"
     )
-    caching.cache_text(settings, cached, inputs.source)
+    caching.cache_text(settings, cached, data.source)
     print(f"memory: {before:.0f} MiB with the encoders, {rss_mib():.0f} MiB without")
 
     run = trainer.setup(settings)
-    batches = load_batches(run.samples, run.schedule.micro_batches(0, 3 * NUM_STEPS))
+    batches = Batches(run.samples, run.schedule.micro_batches(0, 3 * NUM_STEPS))
     for _ in range(NUM_STEPS // 2):
         trainer.train_step(run, batches)
     began_s = time.perf_counter()

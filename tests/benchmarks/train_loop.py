@@ -34,7 +34,7 @@ def measure(clock: list[float], out: str) -> None:
 
 def ours(folder: str, num_steps: int, out: str) -> None:
     """One rank of `ds-flux train`, its steps clocked from outside."""
-    from ds_flux import config, trainer
+    from ds_flux import commands, config, trainer
 
     arguments = {
         "pretrained_model_name_or_path": f"{folder}/model", "instance_data_dir": f"{folder}/images",
@@ -43,7 +43,7 @@ def ours(folder: str, num_steps: int, out: str) -> None:
         "max_train_steps": num_steps, "deepspeed_config": ROOT / "ds_configs/zero3.json",
         "text_encoder_deepspeed_config": ROOT / "ds_configs/text_encoder_zero3.json", "checkpointing_steps": 10**6,
     }  # fmt: skip
-    settings, _ = config.load([f"--{k}={v}" for k, v in arguments.items()], "ds-flux train", config.TrainCommand)
+    settings, _ = config.load([f"--{k}={v}" for k, v in arguments.items()], "ds-flux train", commands.TrainCommand)
     clock: list[float] = []
     step = trainer.train_step
 
