@@ -30,6 +30,7 @@ FLOORS = [
         "data.decode",
         "data.captions",
         "data.columns",
+        "data.tars",
         "data.tables",
         "data.sources",
         "data.stream",

@@ -21,15 +21,21 @@ def read_caption_file(path: Path) -> list[str]:
         BadSample: the file is empty, not UTF-8, or cannot be read.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise BadSample(f"{path.name} is not UTF-8") from None
+        text = decoded(path.read_bytes(), path.name)
     except OSError as error:
         raise BadSample(f"{path.name}: {error.strerror}") from None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise BadSample(f"{path.name} is empty")
     return lines
+
+
+def decoded(raw: bytes, what: str) -> str:
+    """The text of bytes in UTF-8, with or without a byte order mark.  Raises BadSample."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadSample(f"{what} is not UTF-8") from None
 
 
 def caption_of(captions: Captions, config: DataConfig, seed: int, key: SampleKey) -> str:

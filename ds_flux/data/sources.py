@@ -14,7 +14,7 @@ from PIL import Image
 from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.data.captions import Captions, read_caption_file
-from ds_flux.data.columns import Columns, columns_of, digest_of
+from ds_flux.data.columns import Columns, columns_of, digest_of, name_of_row
 from ds_flux.data.decode import open_image
 from ds_flux.data.tables import each_data_set, load_rows, name_of, root_of, undecoded
 
@@ -75,18 +75,23 @@ class Table:
 
     @cached_property
     def images_alone(self) -> "datasets.Dataset":
-        """The rows with one column: the others are not read."""
-        return self.rows.select_columns([self.columns.image])
+        """The rows with what the image takes: other columns are not read."""
+        return self.rows.select_columns(self.columns.for_image)
 
     @cached_property
     def captions_alone(self) -> "datasets.Dataset":
         """The same of the captions."""
-        return self.rows.select_columns([str(self.columns.caption)])
+        return self.rows.select_columns(self.columns.for_caption)
 
     @cached_property
     def references_alone(self) -> "datasets.Dataset":
         """The same of the references."""
         return self.rows.select_columns(list(self.columns.references))
+
+    @cached_property
+    def names_alone(self) -> "datasets.Dataset":
+        """The same of the rows' names."""
+        return self.rows.select_columns(self.columns.identity)
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
@@ -102,7 +107,7 @@ class Table:
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
-        return f"row {index} of {self.title}"
+        return name_of_row(self.names_alone[index] if self.columns.identity else {}) or f"row {index} of {self.title}"
 
     def fingerprint(self, index: int) -> str:
         """Of the bytes of the image and its references."""

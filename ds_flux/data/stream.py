@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ from PIL import Image
 from ds_flux import UserError
 from ds_flux.config import DataConfig
 from ds_flux.data.captions import Captions
-from ds_flux.data.columns import Columns, Row, columns_of
-from ds_flux.data.decode import BadSample
+from ds_flux.data.columns import KEY, TROUBLE, Columns, Row, columns_of, name_of_row
 from ds_flux.data.schedule import SampleKey, Slices, turn_of
 from ds_flux.data.tables import each_data_set, load_stream, name_of, root_of, undecoded
 from ds_flux.randomness import epoch_order, key_seed, keyed_generator
@@ -33,7 +31,6 @@ from ds_flux.randomness import epoch_order, key_seed, keyed_generator
 MAX_LANES = 256  # each has a file open
 MAX_EMPTY_EPOCHS = 10
 READ_AHEAD = 2  # micro batches
-WEBDATASET_COLUMNS = ("__key__", "__url__")
 
 
 class Start(NamedTuple):
@@ -74,25 +71,21 @@ class StreamedRow:
     title: str
     cells: Row
     columns: Columns
-    trouble: str | None = None
-    """why there is nothing in it"""
     lane: int = 0
     position: Position | None = None
     """of its lane, behind this row"""
 
     def images(self, _index: int) -> tuple[Image.Image, ...]:
         """The image.  Raises BadSample."""
-        if self.trouble:
-            raise BadSample(self.trouble)
         return (self.columns.image_of(self.cells),)
 
     def references(self, _index: int) -> tuple[Image.Image, ...]:
         """The references.  Raises BadSample."""
-        return () if self.trouble else self.columns.references_of(self.cells)
+        return self.columns.references_of(self.cells)
 
     def caption(self, _index: int) -> Captions:
         """The caption, or several."""
-        return "" if self.trouble else self.columns.caption_of(self.cells)
+        return self.columns.caption_of(self.cells)
 
     def name(self, _index: int) -> str:
         """How to find the row, for messages."""
@@ -123,14 +116,13 @@ class ShardedRows:
                 yield self.row_of(shard, last, epoch, cells)
         except Exception as error:  # noqa: BLE001  (each format's reader has errors of its own)
             reason = f"the rest of the shard cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
-            yield replace(self.row_of(shard, last + 1, epoch, {}), trouble=reason)
+            yield self.row_of(shard, last + 1, epoch, dict.fromkeys(self.columns.all_used) | {TROUBLE: reason})
 
     def row_of(self, shard: int, row: int, epoch: int, cells: Row) -> StreamedRow:
         """A row with its identity: its key where it has one, else its place."""
-        url, key = (cells.get(column) for column in WEBDATASET_COLUMNS)
-        where = (Path(url).name, key) if key is not None else (shard, row)
-        title = f"{where[0]}: {key}" if key is not None else f"row {row} of shard {shard} of {self.title}"
-        return StreamedRow((key_seed("row", self.number, *where), epoch), title, cells, self.columns)
+        name = name_of_row(cells) if cells.get(KEY) else None
+        identity = key_seed("row", self.number, *([name] if name else [shard, row]))
+        return StreamedRow((identity, epoch), name or f"row {row} of shard {shard} of {self.title}", cells, self.columns)
 
 
 @dataclass(frozen=True)
@@ -263,8 +255,7 @@ def open_stream(config: DataConfig, seed: int, weights: tuple[float, ...]) -> St
     for number, one in enumerate(each_data_set(config)):
         rows = load_stream(one)
         columns = columns_of(one, rows.column_names, root_of(one), name_of(one))
-        wanted = [*columns.names, *(column for column in WEBDATASET_COLUMNS if column in rows.column_names)]
-        rows = undecoded(rows, [columns.image, *columns.references]).select_columns(wanted)
+        rows = undecoded(rows, [columns.image, *columns.references]).select_columns(columns.all_used)
         parts.append(ShardedRows(rows, columns, number, name_of(one)))
     return Stream(tuple(parts), weights or (1.0,) * len(parts), seed, config.shuffle_buffer)
 

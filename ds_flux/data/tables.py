@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ds_flux import UserError
 from ds_flux.config import DataConfig
+from ds_flux.data.columns import columns_by_flag
+from ds_flux.data.tars import load_tars
 from ds_flux.flags import check_known, names_of
 
 if TYPE_CHECKING:
     import datasets
 
-BUILDERS = {".tar": "webdataset", ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+BUILDERS = {".tar": None, ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 NUM_PARTS = 64
 
 
@@ -95,6 +97,8 @@ def load(config: DataConfig, streaming: bool) -> Any:
         if len(endings) != 1 or not endings <= BUILDERS.keys():
             raise UserError(f"--data_files {', '.join(files)}: expected files of one kind, {', '.join(BUILDERS)}")
         builder = BUILDERS[endings.pop()]
+        if builder is None:
+            return load_tars(files, columns_by_flag(config), streaming)
     return datasets.load_dataset(builder, config.dataset_config_name, data_files=files, streaming=streaming)
 
 
