@@ -3,7 +3,7 @@
 # node at the same path (the output folder on a shared disk), and ssh works without a password (pdsh is DeepSpeed's launcher):
 #
 #     cp launch/hostfile.example launch/hostfile        # and edit it
-#     bash launch/multi_node.sh launch/hostfile launch/recipes/flux1-dev-full.yaml [ds_configs/zero3.json] [flags of ds-flux train]
+#     bash launch/multi_node.sh launch/hostfile launch/recipes/flux1_dev_full.yaml [ds_configs/zero3.json] [flags of ds-flux train]
 set -euo pipefail
 hostfile=${1:?usage: launch/multi_node.sh HOSTFILE RECIPE.yaml [DEEPSPEED.json] [flags]}
 recipe=${2:?usage: launch/multi_node.sh HOSTFILE RECIPE.yaml [DEEPSPEED.json] [flags]}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on all GPUs of this machine:
 #
-#     bash launch/single_node.sh launch/recipes/flux1-dev-lora.yaml [ds_configs/zero3.json] [flags of ds-flux train]
+#     bash launch/single_node.sh launch/recipes/flux1_dev_lora.yaml [ds_configs/zero3.json] [flags of ds-flux train]
 set -euo pipefail
 recipe=${1:?usage: launch/single_node.sh RECIPE.yaml [DEEPSPEED.json] [flags]}
 shift

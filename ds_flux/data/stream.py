@@ -152,35 +152,29 @@ class Stream:
             yield replace(row, lane=lane, position=Position(number + 1, tuple(behind)))
 
     def blocks(self, part: ShardedRows, lane: int, place: Place) -> Iterator[tuple[Place, StreamedRow]]:
-        """Rows block after block, each in an order of its own, with the place behind each."""
-        rows, done = self.in_order(part, lane, place.block), place.num_given
-        while True:
-            size = max(1, self.buffer // self.num_lanes)
-            first, row = next(rows)
-            if first == BEGINNING.block:
-                size = max(1, size * (lane + 1) // self.num_lanes)  # lest all lanes come to their next block at once
-            block = [row, *(row for _, row in islice(rows, size - 1))]
-            order = torch.randperm(len(block), generator=keyed_generator("block", self.seed, part.number, lane, *first))
-            for number, index in enumerate(order.tolist(), start=1):
-                if number > done:
-                    yield Place(first, number), block[index]
-            done = 0
+        """Rows block after block, each in an order of its own, with the place behind each.  A block ends with its epoch."""
+        num_empty, full = 0, max(1, self.buffer // self.num_lanes)
+        # the very first blocks differ in size: lest all lanes come to their next one at once
+        size = max(1, full * (lane + 1) // self.num_lanes) if place.block == BEGINNING.block else full
+        for epoch in count(place.block.epoch):
+            first = place.block if epoch == place.block.epoch else Start(epoch, 0, 0)
+            rows, num_empty = self.in_order(part, lane, first), num_empty + 1
+            while block := list(islice(rows, size)):
+                generator = keyed_generator("block", self.seed, part.number, lane, *block[0][0])
+                for num_given, index in enumerate(torch.randperm(len(block), generator=generator).tolist(), start=1):
+                    if block[0][0] != place.block or num_given > place.num_given:
+                        yield Place(block[0][0], num_given), block[index][1]
+                size, num_empty = full, 0
+            if num_empty > MAX_EMPTY_EPOCHS:
+                raise UserError(f"{part.title}: nothing to read in its shards")
 
     def in_order(self, part: ShardedRows, lane: int, first: Start) -> Iterator[tuple[Start, StreamedRow]]:
-        """Rows as they are stored, shard after shard, epoch after epoch."""
-        num_empty = 0
-        for epoch in count(first.epoch):
-            shards = epoch_order(self.seed, epoch, part.num_shards)[lane :: self.num_lanes].tolist()
-            num_empty += 1
-            for turn, shard in enumerate(shards):
-                if (epoch, turn) < first[:2]:
-                    continue
-                first_row = first.row if (epoch, turn) == first[:2] else 0
-                for number, row in enumerate(part.read(shard, first_row, epoch), first_row):
-                    num_empty = 0
-                    yield Start(epoch, turn, number), row
-            if num_empty > MAX_EMPTY_EPOCHS:
-                raise UserError(f"{part.title}: nothing to read in its shards {', '.join(map(str, shards))}")
+        """The rest of an epoch of the lane, as it is stored."""
+        shards = epoch_order(self.seed, first.epoch, part.num_shards)[lane :: self.num_lanes].tolist()
+        for turn in range(first.turn, len(shards)):
+            first_row = first.row if turn == first.turn else 0
+            for number, row in enumerate(part.read(shards[turn], first_row, first.epoch), first_row):
+                yield Start(first.epoch, turn, number), row
 
     def once(self) -> Iterator[StreamedRow]:
         """Every row of all data sets, as it is stored."""
