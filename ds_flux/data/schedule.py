@@ -27,7 +27,7 @@ def one_shape(_key: SampleKey) -> Hashable:
 def shuffled(seed: int, num_samples: int, first: int = 0) -> Iterator[SampleKey]:
     """The samples from `first` on, epoch after epoch."""
     for epoch in count():
-        for sample in epoch_order(seed, epoch, num_samples):
+        for sample in epoch_order(seed, epoch, num_samples).numpy():  # a tensor would make a tensor of each
             yield first + int(sample), epoch
 
 
