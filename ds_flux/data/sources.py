@@ -3,12 +3,14 @@
 Images are opened, and not yet decoded.
 """
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from PIL import Image
 
 from ds_flux import UserError
@@ -29,25 +31,30 @@ CAPTION_ENDINGS = (".txt", ".caption")
 class Folder:
     """Images of a folder, captions in files of the same name, else one prompt for all."""
 
-    paths: tuple[Path, ...]
-    caption_paths: tuple[Path | None, ...]
+    folder: Path
+    images_in_it: np.ndarray  # of bytes: names take a tenth of what as many paths would
+    captions_in_it: np.ndarray  # of bytes, empty where there is none
     prompt: str | None
     max_pixels: int
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.images_in_it)
+
+    def path(self, index: int) -> Path:
+        """The file of an image."""
+        return self.folder / os.fsdecode(self.images_in_it[index])
 
     def caption(self, index: int) -> Captions:
         """The caption of a row, or several.  Raises BadSample."""
-        path = self.caption_paths[index]
-        if path is None:
+        name = os.fsdecode(self.captions_in_it[index])
+        if not name:
             return self.prompt
-        lines = read_caption_file(path)
+        lines = read_caption_file(self.folder / name)
         return lines if len(lines) > 1 else lines[0]
 
     def images(self, index: int) -> tuple[Image.Image, ...]:
         """The image of a row."""
-        return (open_image(self.paths[index], self.max_pixels),)
+        return (open_image(self.path(index), self.max_pixels),)
 
     def references(self, _index: int) -> tuple[Image.Image, ...]:
         """A folder has none."""
@@ -55,11 +62,11 @@ class Folder:
 
     def fingerprint(self, index: int) -> str:
         """Of the image's bytes."""
-        return digest_of([self.paths[index]])
+        return digest_of([self.path(index)])
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
-        return str(self.paths[index])
+        return str(self.path(index))
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,13 @@ def open_folder(config: DataConfig) -> Folder:
             f"{len(bare)} of {len(paths)} images in {folder} have no caption (the first: {bare[0].name}): "
             "add .txt or .caption files, or give --instance_prompt"
         )
-    return Folder(paths, caption_paths, config.instance_prompt, config.max_image_pixels)
+    names = [names_in(folder, some) for some in (paths, caption_paths)]
+    return Folder(folder, *names, config.instance_prompt, config.max_image_pixels)
+
+
+def names_in(folder: Path, paths: Iterable[Path | None]) -> np.ndarray:
+    """Paths below a folder as bytes; empty for None."""
+    return np.array([os.fsencode(path.relative_to(folder)) if path else b"" for path in paths], dtype=np.bytes_)
 
 
 def caption_files(files: Iterable[Path]) -> dict[Path, Path]:
