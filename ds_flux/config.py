@@ -232,6 +232,8 @@ class TrainConfig:
     """optimizer steps; default: what --num_train_epochs needs"""
     num_train_epochs: int = 1
     """passes over the data, unless --max_train_steps is given"""
+    max_skipped_steps: int = 10
+    """a step whose loss or gradient is not finite is not taken; so many of them in a row end the run"""
     repeats: int = 1
     """how often an epoch visits each sample, each time with its own crop, noise and caption"""
 

@@ -1,6 +1,7 @@
 """What a run shows of itself: progress bar, TensorBoard, and the same figures as JSON lines."""
 
 import json
+import math
 import resource
 import time
 from pathlib import Path
@@ -65,15 +66,17 @@ class MetricsWriter:
         self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
 
     def write(self, step: int, figures: dict[str, float]) -> None:
-        """Record the figures of an optimizer step; adds images per second."""
+        """Record the figures of an optimizer step, null for what is not finite; adds images per second."""
         if not self.active:
             return
         now_s = time.perf_counter()
         figures = {**figures, "images_per_s": figures["num_images"] / (now_s - self.last_time_s)}
         self.last_time_s = now_s
-        for name, value in figures.items():
-            self.board.add_scalar(name, value, step)
-        self.lines.write(json.dumps({"step": step, **figures}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        for name, value in finite.items():
+            if value is not None:
+                self.board.add_scalar(name, value, step)
+        self.lines.write(json.dumps({"step": step, **finite}) + "\n")
         self.lines.flush()
         self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
         self.bar.update()

@@ -8,7 +8,6 @@ import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import warnings
@@ -191,26 +190,6 @@ def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
             if (os.environ["LOCAL_RANK"] == "0") == turn_of_first:
                 result = function()
     return result
-
-
-class StopSignal:
-    """Inside `with`, SIGTERM and SIGINT are remembered, so that a step can be finished and a checkpoint written."""
-
-    def __enter__(self) -> "StopSignal":
-        self.number = 0
-        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, _frame: Any) -> None:
-        self.number = self.number or number  # the launcher follows Ctrl-C up with SIGTERM
-
-    def agreed(self) -> int:
-        """The signal that any rank received, 0 if none; a collective."""
-        return int(all_reduce_max(torch.tensor([float(self.number)]))[0])
 
 
 def peak_device_memory_gib() -> float:

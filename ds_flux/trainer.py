@@ -1,203 +1,68 @@
-"""A training run: set up, one optimizer step, the loop."""
+"""A training run: one optimizer step, and the loop."""
 
 import json
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from ds_flux import UserError, assemble, caching, checkpoint, inputs, lora, models, runtime
-from ds_flux.conditioning import Conditioner
+from ds_flux import UserError, checkpoint, runtime
 from ds_flux.config import Config
-from ds_flux.data.images import Batches, RawBatch, SampleDataset
-from ds_flux.data.schedule import Schedule
-from ds_flux.data.shapes import Shapes
-from ds_flux.data.skipped import SkippedSamples
+from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
-from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
+from ds_flux.manifest import MANIFEST, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
-from ds_flux.objective import Objective
-from ds_flux.zero import ds_config as zero_config
+from ds_flux.requests import Request, Requests, command_to_go_on
+from ds_flux.run import Run, setup
 from ds_flux.zero import engines
 from ds_flux.zero.weights import num_elements
 
-
-@dataclass(frozen=True)
-class Run:
-    """Everything a step uses."""
-
-    config: Config
-    engine: engines.Engine
-    conditioner: Conditioner
-    objective: Objective
-    samples: SampleDataset
-    skipped: SkippedSamples
-    schedule: Schedule | StreamSchedule
-    manifest: Manifest  # of step 0
-    first_step: int
-    last_step: int
-
-
-def setup(config: Config) -> Run:
-    """Build everything; nothing but caches is written before this has succeeded.  A collective."""
-    with runtime.together("looking for the model"):
-        architecture = assemble.find_model(config)
-        on_meta = models.transformer_on_meta(architecture)
-        ds_config = assemble.transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
-        if config.lora.rank is not None:
-            lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
-    data = inputs.look_at_data(config, architecture)
-    schedule = inputs.make_schedule(config, architecture, data.source, data.shapes)
-    last_step = inputs.num_steps(config, schedule)
-    manifest = describe(config, architecture, ds_config, data_facts(config, schedule, data.shapes))
-    resume_folder, found = find_resume(config, manifest)
-    if isinstance(schedule, StreamSchedule) and found:
-        schedule = schedule.behind(found.stream)
-
-    conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), data.samples)
-    partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
-    with runtime.together("loading the transformer"):
-        transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
-    engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
-    if resume_folder:
-        checkpoint.load(engine, resume_folder, manifest)
-    return Run(
-        config=config,
-        engine=engine,
-        conditioner=conditioner,
-        objective=make_objective(config, architecture),
-        samples=samples,
-        skipped=SkippedSamples(
-            Path(config.run.output_dir) / "skipped.jsonl", manifest.data["num_samples"], config.data, engine.global_steps > 0
-        ),
-        schedule=schedule,
-        manifest=manifest,
-        first_step=engine.global_steps,
-        last_step=last_step,
-    )
-
-
-def make_objective(config: Config, architecture: models.Architecture) -> Objective:
-    """The objective of a run."""
-    return Objective(
-        family=architecture.family,
-        flow=config.flow,
-        seed=config.run.seed,
-        mu_of=mu_of(config, architecture),
-        guidance_scale=guidance_scale(config, architecture),
-        is_flow_map=architecture.is_flow_map,
-    )
-
-
-def mu_of(config: Config, architecture: models.Architecture) -> Callable[[int], float]:
-    """--timestep_shift as a log-SNR shift for images of so many tokens."""
-    shift = config.flow.timestep_shift
-    if shift == "resolution":
-        scheduler = models.build_scheduler(architecture.family, config.model).config
-        if scheduler.use_dynamic_shifting:
-            return lambda num_tokens: architecture.family.sampling_mu(num_tokens, 50)
-        return lambda _num_tokens: math.log(scheduler.shift)
-    return lambda _num_tokens: 0.0 if shift == "none" else math.log(float(shift))
-
-
-def guidance_scale(config: Config, architecture: models.Architecture) -> float | None:
-    """The distilled guidance to train at, for a model that takes one."""
-    if not architecture.has_guidance:
-        return None
-    return 3.5 if config.flow.guidance_scale is None else config.flow.guidance_scale
-
-
-def data_facts(config: Config, schedule: Schedule | StreamSchedule, shapes: Shapes) -> dict[str, Any]:
-    """What the order of samples follows from."""
-    is_stream = isinstance(schedule, StreamSchedule)
-    return {
-        "seed": config.run.seed,
-        "num_samples": None if is_stream else schedule.num_samples,
-        "global_batch_size": schedule.global_batch_size,
-        "shapes": shapes.digest(config.data),
-        "dataset_weights": config.data.dataset_weights,
-        "num_shards": [part.num_shards for part in schedule.stream.parts] if is_stream else None,
-        "shuffle_buffer": config.data.shuffle_buffer if is_stream else None,
-    }
-
-
-def describe(config: Config, architecture: models.Architecture, ds_config: dict[str, Any], data: dict[str, Any]) -> Manifest:
-    """The manifest of this run at step 0."""
-    adapter = None
-    if config.lora.rank is not None:
-        layers = lora.adapted_layers(config.lora, architecture.family)
-        adapter = {"rank": config.lora.rank, "alpha": config.lora.alpha, "layers": layers}
-    return Manifest(
-        step=0,
-        family=architecture.family.name,
-        transformer_class=architecture.family.transformer_class.__name__,
-        transformer_config=architecture.config,
-        base_fingerprint=runtime.on_main(
-            lambda: models.fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
-        ),
-        lora=adapter,
-        zero_stage=zero_config.stage_of(ds_config),
-        world_size=runtime.world_size(),
-        data=data,
-    )
-
-
-def find_resume(config: Config, manifest: Manifest) -> tuple[Path | None, Manifest | None]:
-    """The checked checkpoint to go on from, and what it says of itself, if one is asked for and there.  A collective."""
-    wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
-
-    def look() -> tuple[Path | None, Manifest | None, list[str]]:
-        if wanted is None and checkpoints(output_dir):
-            raise UserError(
-                f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
-                "another --output_dir"
-            )
-        folder = find(output_dir, wanted) if wanted else None
-        if folder is None:
-            return None, None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
-        found = read_manifest(folder)
-        return folder, found, check_fits(folder, found, manifest)
-
-    folder, found, notes = runtime.on_main(look, "looking for the checkpoint")
-    for note in notes:
-        runtime.log(note)
-    return folder, found
+NUM_NAMED = 5  # samples in a message
 
 
 def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
-    """One optimizer step on every rank; its figures, the same on all of them."""
+    """One optimizer step on every rank; its figures, the same on all of them.
+
+    It is not taken where the loss or the gradient norm is not finite; the figures say so as `skipped`.
+    """
     accumulation = run.schedule.gradient_accumulation_steps
     with runtime.together("reading images"):
         raws = [next(batches) for _ in range(accumulation)]
     share = share_that_counts(run, raws)
-    losses = LossSums(runtime.device())
+    losses, of_samples = LossSums(runtime.device()), []
     for micro_step, raw in enumerate(raws):
         batch = run.conditioner(raw)
         loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
         weights = raw.weights.to(loss.device)
         run.engine.backward((loss * weights).mean() / share)
         losses.add(loss, sigma, weights)
+        of_samples.append(loss.detach())
         if micro_step < accumulation - 1:
             run.engine.step()  # counts; the optimizer steps at the boundary
     figures = LossSums.figures(runtime.all_reduce_sum(losses.sums))
-    if not math.isfinite(figures["loss"]):
-        raise UserError(
-            f"the loss of step {run.engine.global_steps + 1} is {figures['loss']}: the step was not taken; "
-            "resume from the last checkpoint with a lower --learning_rate"
-        )
     lr, grad_norm = run.engine.get_lr()[0], engines.optimizer_step(run.engine)
-    if not math.isfinite(grad_norm):
-        raise UserError(
-            f"the gradient norm of step {run.engine.global_steps} is {grad_norm}: the weights are spoilt; "
-            "resume from the last checkpoint with a lower --learning_rate"
-        )
-    return {**figures, "lr": lr, "grad_norm": grad_norm}
+    is_skipped = not math.isfinite(figures["loss"]) or not math.isfinite(grad_norm)
+    if is_skipped:
+        name_what_is_not_finite(run, raws, of_samples, figures["loss"], grad_norm)
+    return {**figures, "lr": lr, "grad_norm": grad_norm, "skipped": is_skipped}
+
+
+def name_what_is_not_finite(run: Run, raws: list[RawBatch], losses: list[Tensor], loss: float, grad_norm: float) -> None:
+    """Tell of a step that was not taken, and of the samples that it was for.  A collective."""
+    names = [name for raw in raws for name in raw.names]
+    here = [name for name, one in zip(names, torch.cat(losses).tolist(), strict=True) if not math.isfinite(one)]
+    everywhere = sorted(runtime.gathered(here))
+    of_samples = f"not finite for {', '.join(everywhere[:NUM_NAMED])}" if everywhere else "finite for each sample"
+    more = f" and {len(everywhere) - NUM_NAMED} more" if len(everywhere) > NUM_NAMED else ""
+    runtime.log(
+        f"step {run.engine.global_steps} was not taken: the loss is {loss:.4g} ({of_samples}{more}), "
+        f"the gradient norm {grad_norm:.4g}"
+    )
 
 
 def share_that_counts(run: Run, raws: list[RawBatch]) -> float:
@@ -214,8 +79,8 @@ def share_that_counts(run: Run, raws: list[RawBatch]) -> float:
     return 1 - num_bad / num
 
 
-def train(config: Config) -> int:
-    """The whole run; returns the exit status: 0, or 128 + the signal that ended it early."""
+def train(config: Config) -> None:
+    """The whole run, or as much of it as it is asked for."""
     began_s = time.perf_counter()
     runtime.init()
     run = setup(config)
@@ -223,31 +88,34 @@ def train(config: Config) -> int:
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
-    with runtime.StopSignal() as stop, closing(writer):
-        signal_number = loop(run, output_dir, writer, stop)
-    if signal_number == 0:
-        runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
+    with Requests(output_dir) as requests, closing(writer):
+        loop(run, output_dir, writer, requests)
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
-    return 128 + signal_number if signal_number else 0
 
 
-def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
-    """Step after step, to the last one or to a signal, whose number it returns."""
+def loop(run: Run, output_dir: Path, writer: MetricsWriter, requests: Requests) -> None:
+    """Step after step, to the last one or until it is asked to stop."""
     micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches = Batches(run.samples, micro_batches)
+    batches, num_skipped = Batches(run.samples, micro_batches), 0
     for step in range(run.first_step + 1, run.last_step + 1):
-        signal_number = stop.agreed()
-        if signal_number:
-            leave_early(run, output_dir, step - 1, batches, signal_number)
-            return signal_number
+        if request := requests.agreed():
+            answer(run, output_dir, step - 1, batches, request)
+            if request.stops:
+                return
         figures = train_step(run, batches)
+        num_skipped = num_skipped + 1 if figures["skipped"] else 0
         peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
         figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
         writer.write(step, figures)
         if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
             save_checkpoint(run, output_dir, step, batches)
-    return 0
+        if num_skipped == run.config.train.max_skipped_steps:
+            raise UserError(
+                f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
+                f"{step - num_skipped}; go on from the last checkpoint with a lower --learning_rate, or without those samples"
+            )
+    runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
 
 
 def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> Path:
@@ -259,14 +127,17 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> 
     return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
 
 
-def leave_early(run: Run, output_dir: Path, step: int, batches: Batches, signal_number: int) -> None:
-    """A signal came: save what is not saved yet and say how to go on.  A collective."""
+def answer(run: Run, output_dir: Path, step: int, batches: Batches, request: Request) -> None:
+    """Save what is not saved yet, and say how to go on where the run ends.  A collective."""
     folder = output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
     if step > run.first_step and not is_saved:
         save_checkpoint(run, output_dir, step, batches)
-    saved = f"{folder} is saved; go on with --resume_from_checkpoint latest" if step else "there was no step to save"
-    runtime.log(f"stopped by {signal.Signals(signal_number).name} after step {step}: {saved}")
+    saved = f"{folder} is saved" if step else "there was no step to save"
+    if request.stops:
+        runtime.log(f"stopped by {request.reason} after step {step}: {saved}; go on with: {command_to_go_on()}")
+    else:
+        runtime.log(f"asked by {request.reason} after step {step}: {saved}")
 
 
 def record(run: Run, output_dir: Path) -> None:

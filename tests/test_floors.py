@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
     ["flags", "commands"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
+    ["requests"],
     [
         "families.spelling",
         "families.spec",
@@ -49,6 +50,7 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
+    ["run"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]

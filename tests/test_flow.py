@@ -7,13 +7,14 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
-from ds_flux import commands, config, flow, models, trainer
+from ds_flux import commands, config, flow, models
 from ds_flux.conditioning import Conditioner
 from ds_flux.data.images import RawBatch
 from ds_flux.denoiser import denoising_loss
 from ds_flux.families.flux1 import FLUX1
 from ds_flux.latents import Batch, image_ids, pack, patchify, text_ids
 from ds_flux.randomness import sample_generator
+from ds_flux.run import make_objective
 from tests.conftest import Assets
 
 
@@ -119,5 +120,5 @@ def test_timestep_shift(assets: Assets, shift: str, mu: float) -> None:
     """By hand, or as the pipeline shifts at this size: 16 tokens."""
     arguments = ["--pretrained_model_name_or_path", str(assets.model), "--resolution", "32", "--timestep_shift", shift]
     settings, _ = config.load(arguments, "test", commands.TrainCommand)
-    objective = trainer.make_objective(settings, models.find_architecture(settings.model))
+    objective = make_objective(settings, models.find_architecture(settings.model))
     assert objective.mu_of(16) == pytest.approx(mu)

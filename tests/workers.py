@@ -25,9 +25,10 @@ def fixed_inputs(dtype: torch.dtype = torch.float32, batch_size: int = 2) -> dic
 
 def velocity_of_run(argv: list[str], path: str) -> None:
     """What the engine of a resumed run says for the fixed inputs, saved by rank 0."""
-    from ds_flux import commands, config, runtime, trainer
+    from ds_flux import commands, config, runtime
+    from ds_flux.run import setup
 
-    run = trainer.setup(config.load(argv, "ds-flux train", commands.TrainCommand)[0])
+    run = setup(config.load(argv, "ds-flux train", commands.TrainCommand)[0])
     run.engine.eval()  # no dropout of adapters
     with torch.no_grad():
         velocity = run.engine(**fixed_inputs(next(run.engine.module.parameters()).dtype), return_dict=False)[0]

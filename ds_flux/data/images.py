@@ -33,6 +33,7 @@ class RawBatch:
     images: tuple[Tensor, ...]  # the image, then its references: pixels (B, 3, height, width) in [-1, 1], or latents
     prompts: dict[str, list[str]]  # {text encoder: B prompts}
     keys: list[SampleKey]
+    names: tuple[str, ...] = ()
     are_latents: bool = False
     spread: Tensor | None = None  # (B, C, H, W) of latents from a cache that holds it
     bad: tuple[Bad, ...] = ()  # samples that cannot be used; their place is held by zeros, and does not count
@@ -47,6 +48,7 @@ class Sample:
     images: tuple[Tensor, ...]  # the image, then its references: pixels (3, height, width) in [-1, 1], or latents
     prompts: dict[str, str]
     key: SampleKey
+    name: str
     are_latents: bool
     spread: Tensor | None = None  # of the image's latents
     bad: Bad | None = None
@@ -122,8 +124,9 @@ class SampleDataset(Dataset):
         except (BadSample, OSError, ValueError) as error:
             trouble = trouble or in_one_line(error)
         images = images[:1] if drops_references(self.config, self.seed, key) else images
-        bad = Bad(key[0], self.source.name(key[0]), trouble) if trouble else None
-        return Sample(images, prompts, key, self.cache is not None, spread, bad)
+        name = self.source.name(key[0])
+        bad = Bad(key[0], name, trouble) if trouble else None
+        return Sample(images, prompts, key, name, self.cache is not None, spread, bad)
 
     def images(self, key: SampleKey) -> tuple[tuple[Tensor, ...], None, str | None]:
         """The pixels of image and references; or grey in their place, and what is wrong with them."""
@@ -228,6 +231,7 @@ def collate(samples: list[Sample]) -> RawBatch:
         images=tuple(torch.stack(images) for images in zip(*(sample.images for sample in samples), strict=True)),
         prompts={encoder: [sample.prompts[encoder] for sample in samples] for encoder in TEXT_ENCODER_DROPOUTS},
         keys=[sample.key for sample in samples],
+        names=tuple(sample.name for sample in samples),
         are_latents=samples[0].are_latents,
         spread=None if samples[0].spread is None else torch.stack([sample.spread for sample in samples]),
         bad=tuple(sample.bad for sample in samples if sample.bad),

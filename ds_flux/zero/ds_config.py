@@ -168,6 +168,8 @@ def finish(config: dict[str, Any], path: str, bf16: bool, size: ModelSize) -> di
     for section, enabled in {"bf16": bf16, "fp16": False}.items():
         precision = config.setdefault(section, {})
         fill(precision, f"{path}: {section}", "enabled", f"mixed_precision {'bf16' if bf16 else 'no'}, so", enabled)
+    if bf16:
+        config["bf16"].setdefault("check_grad_overflow", True)  # as in fp32: a step whose gradients are not finite is left out
     zero = config.setdefault("zero_optimization", {"stage": 0})
     sizes = auto_sizes(size)
     zero.update({key: sizes[key] for key, value in zero.items() if value == "auto" and key in sizes})

@@ -1,6 +1,7 @@
 """The only two calls of `deepspeed.initialize`: an engine that trains, and a frozen one."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,22 @@ def inference_engine(module: nn.Module, ds_config: dict[str, Any]) -> Engine:
 
 
 def optimizer_step(engine: Engine) -> float:
-    """`engine.step()` at an accumulation boundary; returns the global gradient norm before clipping."""
+    """`engine.step()` at an accumulation boundary; returns the global gradient norm before clipping.
+
+    Where that is not finite, weights, optimizer and learning-rate schedule stay as they are: DeepSpeed sees to it, but for
+    stage 0 in fp32.
+    """
     norm = None
     if stage_of(engine.config) == 0:
         # DeepSpeed reports no norm at stage 0 in fp32; the gradients are averaged already
         grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if grads else None
+        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else None
+    if norm is not None and not math.isfinite(norm):
+        engine.zero_grad()
+        engine.micro_steps += 1
+        engine.global_steps += 1
+        engine.skipped_steps += 1
+        return norm
     if engine.global_steps == 0:
         give_back_freed_memory()
     engine.step()

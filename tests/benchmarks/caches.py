@@ -32,6 +32,7 @@ def main() -> None:
 
     from ds_flux import assemble, caching, checks, commands, config, demo, inputs, runtime, trainer
     from ds_flux.data.images import Batches
+    from ds_flux.run import setup
 
     shutil.rmtree(folder, ignore_errors=True)
     demo.main(["--output_dir", str(folder), "--autoencoder_steps", "20"])
@@ -63,7 +64,7 @@ def main() -> None:
     caching.cache_text(settings, cached, data.source)
     print(f"memory: {before:.0f} MiB with the encoders, {rss_mib():.0f} MiB without")
 
-    run = trainer.setup(settings)
+    run = setup(settings)
     batches = Batches(run.samples, run.schedule.micro_batches(0, 3 * NUM_STEPS))
     for _ in range(NUM_STEPS // 2):
         trainer.train_step(run, batches)
