@@ -104,7 +104,7 @@ class SampleDataset(Dataset):
 
     def __getitem__(self, key: SampleKey) -> Sample:
         """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
-        images, spread, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
+        images, spread, trouble = self.cache.read(key) if self.cache else self.images(key)
         prompts = dict.fromkeys(TEXT_ENCODER_DROPOUTS, "")
         try:
             prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
