@@ -27,7 +27,14 @@ from ds_flux.data.shapes import window_of
 from ds_flux.data.sources import Source
 from ds_flux.data.store import Store
 
+Stopped = Callable[[], bool]  # whether this rank was told to end
 Room = Callable[[int, int], None]  # (bytes, records): raises UserError where the disk cannot hold them
+
+
+def never() -> bool:
+    """Nothing tells the caching before the first step to end: a signal does so at once."""
+    return False
+
 
 PROMPTS_AT_ONCE = 32  # a sharded encoder gathers its layers for each batch: at 1 it costs many times what it costs at 32
 IMAGES_AT_ONCE, PIXELS_AT_ONCE = 32, 1 << 22  # four of 1024 x 1024
@@ -40,7 +47,9 @@ LATENTS_FOLLOW_FROM = (  # of the data flags: which images, and how they are bro
 
 
 def prepare(config: Config, conditioner: Conditioner, samples: SampleDataset) -> tuple[Conditioner, SampleDataset]:
-    """Cache what --cache_text and --cache_latents say.  A collective."""
+    """Cache what --cache_text and --cache_latents say, unless that is done from window to window.  A collective."""
+    if config.data.precomputation_items is not None:
+        return conditioner, samples
     if config.data.cache_text:
         conditioner = cache_text(config, conditioner, samples.source)
     if config.data.cache_latents:
@@ -80,9 +89,7 @@ def grouped(items: list[Any], kind: Callable[[Any], Hashable], num: Callable[[An
     for item in items:
         alike[kind(item)].append(item)
     return [
-        of_kind[start : start + num(name)]
-        for name, of_kind in alike.items()
-        for start in range(0, len(of_kind), num(name))
+        of_kind[start : start + num(name)] for name, of_kind in alike.items() for start in range(0, len(of_kind), num(name))
     ]
 
 
@@ -126,14 +133,23 @@ def text_cache(conditioner: Conditioner, store: Store) -> TextCache:
     return TextCache(store, {spec.component: spec.argument for spec in conditioner.family.text_encoders})
 
 
-def fill_text(conditioner: Conditioner, store: Store, prompts: list[str], settings: str, room: Room) -> None:
+def wanted_text(prompts: list[str], settings: str) -> dict[str, str]:
+    """{prompt: fingerprint}"""
+    return {prompt: hashed(prompt, settings) for prompt in prompts}
+
+
+def fill_text(
+    conditioner: Conditioner, store: Store, prompts: list[str], settings: str, room: Room, stopped: Stopped = never
+) -> None:
     """Encode what the store lacks of these prompts; every rank calls the encoders equally often.  A collective."""
-    wanted = {prompt: hashed(prompt, settings) for prompt in prompts}
+    wanted = wanted_text(prompts, settings)
     missing = runtime.on_main(lambda: sorted(store.missing(wanted)), f"looking at {store.folder}")
     runtime.log(f"{len(wanted) - len(missing)} of {len(wanted)} prompts are in {store.folder}")
     batches = prompts_in_batches(conditioner, missing)
     with store.writer(f"rank-{runtime.rank()}") as writer:
         for turn in tqdm(range(0, len(batches), runtime.world_size()), desc="encode the prompts", disable=runtime.rank() > 0):
+            if stopped is not never and runtime.any_rank(stopped()):
+                break
             batch = next(iter(batches[turn + runtime.rank() :]), [])  # nothing of its own left, and still it calls
             features = conditioner.encode_text(dict.fromkeys(conditioner.encoders, batch or [""]))
             if turn == 0:
@@ -212,7 +228,12 @@ def pictures_of(config: Config, samples: SampleDataset) -> Pictures:
 
 
 def fill_latents(
-    conditioner: Conditioner, cache: LatentCache, pictures: Pictures, keys: list[SampleKey], room: Room
+    conditioner: Conditioner,
+    cache: LatentCache,
+    pictures: Pictures,
+    keys: list[SampleKey],
+    room: Room,
+    stopped: Stopped = never,
 ) -> None:
     """Encode what the cache lacks of these visits, those of the same sizes together.  A collective."""
     missing = missing_latents(cache, pictures, keys)
@@ -227,6 +248,8 @@ def fill_latents(
     with runtime.together("encoding the images"), cache.store.writer(f"rank-{runtime.rank()}") as writer:
         loader = DataLoader(pictures, batch_sampler=share, collate_fn=stacked, num_workers=num_workers)
         for keys_here, fingerprints, images, troubles in tqdm(loader, desc="encode the images", disable=runtime.rank() > 0):
+            if stopped():
+                break
             records = encoded(conditioner, images)
             for key, fingerprint, (latents, spread), trouble in zip(keys_here, fingerprints, records, troubles):
                 cache.write(writer, key, fingerprint, latents, spread, trouble)

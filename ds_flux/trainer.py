@@ -6,13 +6,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_flux import UserError, assemble, caching, checkpoint, lora, models, runtime
+from ds_flux import UserError, assemble, caching, checkpoint, lora, models, rolling, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
 from ds_flux.data.images import RawBatch, SampleDataset, load_batches
@@ -225,19 +225,21 @@ def train(config: Config) -> int:
 
 def loop(run: Run, output_dir: Path, writer: MetricsWriter, stop: runtime.StopSignal) -> int:
     """Step after step, to the last one or to a signal, whose number it returns."""
-    micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches = load_batches(run.samples, micro_batches)
-    for step in range(run.first_step + 1, run.last_step + 1):
-        signal_number = stop.agreed()
-        if signal_number:
-            leave_early(run, output_dir, step - 1, signal_number)
-            return signal_number
-        figures = train_step(run, batches)
-        peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
-        figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
-        writer.write(step, figures)
-        if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-            save_checkpoint(run, output_dir, step)
+    steps = (run.first_step, run.last_step)
+    for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, lambda: stop.number != 0):
+        run = replace(run, conditioner=window.conditioner, samples=window.samples)
+        batches = load_batches(run.samples, window.micro_batches)
+        for step in window.steps:
+            signal_number = stop.agreed()
+            if signal_number:
+                leave_early(run, output_dir, step - 1, signal_number)
+                return signal_number
+            figures = train_step(run, batches)
+            peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
+            figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
+            writer.write(step, figures)
+            if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
+                save_checkpoint(run, output_dir, step)
     return 0
 
 

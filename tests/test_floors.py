@@ -46,6 +46,7 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
     ["assemble", "caching", "objective", "checkpoint", "consolidate"],
+    ["rolling"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]

@@ -132,3 +132,32 @@ def sample(argv: list[str]) -> None:
     from ds_flux import config, sampler
 
     sampler.sample(*config.load(argv, "test", config.SampleCommand))
+
+
+def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
+    """Train, and write to looks.jsonl what is in a folder after each step; one rank gets SIGTERM after step `stop_after`."""
+    import json
+    import os
+    import signal
+
+    from ds_flux import config, metrics, runtime, trainer
+
+    settings = config.load(argv, "ds-flux train", config.TrainCommand)[0]
+    output_dir = Path(settings.run.output_dir)
+
+    class Looking(metrics.MetricsWriter):
+        def write(self, step: int, figures: dict[str, float]) -> None:
+            super().write(step, figures)
+            if runtime.rank() == 0:
+                found = {str(path.relative_to(look_at)): path.stat().st_size for path in Path(look_at).rglob("*.*")}
+                with (output_dir / "looks.jsonl").open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+            if step == stop_after and runtime.rank() == runtime.world_size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run = trainer.setup(settings)
+    writer = Looking(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    with runtime.StopSignal() as stop:
+        trainer.loop(run, output_dir, writer, stop)
+    writer.close()
+    runtime.barrier()
