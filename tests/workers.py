@@ -161,3 +161,14 @@ def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
         trainer.loop(run, output_dir, writer, stop)
     writer.close()
     runtime.barrier()
+
+
+def precompute_in_small_shards(argv: list[str], shard_bytes: int) -> None:
+    """`ds-flux precompute` that completes a shard every few records."""
+    from functools import partialmethod
+
+    from ds_flux import config, precompute
+    from ds_flux.data.store import Store
+
+    Store.writer = partialmethod(Store.writer, shard_bytes=shard_bytes)
+    precompute.precompute(config.load(argv, "test", config.PrecomputeCommand)[0])
