@@ -37,7 +37,7 @@ def never() -> bool:
 
 
 PROMPTS_AT_ONCE = 32  # a sharded encoder gathers its layers for each batch: at 1 it costs many times what it costs at 32
-IMAGES_AT_ONCE, PIXELS_AT_ONCE = 32, 1 << 22  # four of 1024 x 1024
+IMAGES_AT_ONCE, PIXELS_AT_ONCE = 32, 1 << 21  # two of 1024 x 1024: the autoencoder's own activations are large
 
 LATENTS_FOLLOW_FROM = (  # of the data flags: which images, and how they are brought to latents; not how they are read
     "dataset_name", "data_files", "dataset_config_name", "instance_data_dir", "image_column", "cond_image_column",

@@ -1,6 +1,7 @@
 """Caches of a few steps at a time: the same losses as live, never more than two windows on disk, nothing left at the end."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,8 @@ def folder(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return {"function": "tests.workers:train_and_look", "args": [argv, str(folder / name / "cache"), stop_after]}
 
     latents_alone = flags("latents cached", cache_latents="true", deepspeed_config=assets.ds_config(0))
-    one = [flags("live", deepspeed_config=assets.ds_config(0)), looking("on 1", 0), latents_alone]
-    run_jobs(1, one, folder)
+    told = looking("told to end", 2)
+    run_jobs(1, [flags("live", deepspeed_config=assets.ds_config(0)), looking("on 1", 0), latents_alone, told], folder)
     two = dict(train_batch_size=1, gradient_accumulation_steps=2, dataloader_num_workers=1, cache_dir=folder / "shared")
     stopped = dict(train_batch_size=2)
     jobs = [flags("on 2", **two, **ROLLING), looking("stopped", 3, **stopped)]
@@ -90,6 +91,27 @@ def test_a_resumed_run_encodes_nothing_again(folder: Path) -> None:
     assert windows_of(before) == [0, 2]
     now = {name: size for name, size in after.items() if "after-step-000002" in name}
     assert now == {name: size for name, size in before.items() if "after-step-000002" in name}, "file names are drawn anew"
+
+
+def test_a_signal_ends_the_encoding(folder: Path) -> None:
+    """It comes after the last step of a window: the next one is not encoded to its end first."""
+    assert (folder / "told to end/checkpoint-2/ds_flux.json").exists() and len(metrics(folder / "told to end")) == 2
+    (next_window,) = (folder / "told to end/cache").glob("*/after-step-000002")
+    assert not list((next_window / "latents").iterdir())
+
+
+def test_a_disk_for_one_window(assets: Assets, small_disk: Path, tmp_path: Path, run_main: RunMain) -> None:
+    """The window behind goes first when the next does not fit beside it; a window that does not fit at all ends the run."""
+    subprocess.run(["mount", "-o", "remount,size=440k", small_disk], check=True)
+    # latents and spread of each image take 32 KiB, so those of two windows of eight 512 KiB
+    own = {**ROLLING, "resolution": 128, "vae_encode_mode": "sample", "max_train_steps": 6, "cache_dir": small_disk}
+    own["deepspeed_config"] = assets.ds_config(0)
+    done = run_main("train", *assets.flags(tmp_path / "run", **own))
+    assert done.status == 0, done.errors
+    assert "8 records will take about 0.000244 GiB" in done.errors
+    assert len(metrics(tmp_path / "run")) == 6 and not list(small_disk.iterdir())
+    done = run_main("train", *assets.flags(tmp_path / "too large", **{**own, "precomputation_items": 16}))
+    one_line(done, "512.0 KiB are needed there, and the disk has")
 
 
 def test_spans_are_whole_steps_of_every_rank() -> None:
