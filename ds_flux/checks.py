@@ -15,7 +15,9 @@ POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
     "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps",
 )  # fmt: skip
-POSITIVE_IF_GIVEN = ("tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank")
+POSITIVE_IF_GIVEN = (
+    "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",
+)  # fmt: skip
 
 
 def check(config: Config) -> None:
@@ -86,8 +88,9 @@ def source_rules(data: DataConfig) -> Rules:
             "--instance_prompt is empty: to train without prompts, give --proportion_empty_prompts 1",
         ),
         (
-            data.cache_text and data.shuffle_tags,
-            "--cache_text keeps every prompt, and --shuffle_tags makes new ones at every visit: give one of them",
+            data.cache_text and data.shuffle_tags and data.precomputation_items is None,
+            "--cache_text keeps every prompt, and --shuffle_tags makes new ones at every visit: give one of them, "
+            "or --precomputation_items",
         ),
         (data.keep_tags < 0, f"--keep_tags {data.keep_tags} must be 0 or more"),
         (data.keep_tags > 0 and not data.shuffle_tags, "--keep_tags has no effect without --shuffle_tags"),
@@ -159,8 +162,12 @@ def size_rules(data: DataConfig, train: TrainConfig) -> Rules:
             "--aspect_ratio_buckets says all sizes itself: give one --resolution",
         ),
         (
-            data.cache_latents and len(data.resolutions) > 1,
-            "--cache_latents keeps one size of each image: give one --resolution",
+            data.cache_latents and len(data.resolutions) > 1 and data.precomputation_items is None,
+            "--cache_latents keeps one size of each image: give one --resolution, or --precomputation_items",
+        ),
+        (
+            data.precomputation_items is not None and not (data.cache_text or data.cache_latents),
+            "--precomputation_items has no effect without --cache_text or --cache_latents",
         ),
         (
             train.tokens_per_batch is not None and train.train_batch_size != 1,

@@ -163,6 +163,8 @@ class DataConfig:
     """encode every distinct prompt once, before the first step, and let the text encoders go"""
     cache_dir: str | None = None
     """where encoded images and prompts are kept, and found again by later runs; default: cache in the run's folder"""
+    precomputation_items: int | None = None
+    """with these caches: encode what so many samples need, train on them, forget them; default: all before the first step"""
     dataloader_num_workers: int = 0
     """processes that decode images; 0: the training process itself"""
 

@@ -2,12 +2,18 @@
 
 from dataclasses import replace
 
-from ds_flux import assemble, caching, inputs, runtime
+from ds_flux import UserError, assemble, caching, inputs, runtime
 from ds_flux.config import Config
 
 
 def precompute(config: Config) -> None:
-    """Encode all prompts and images that the run with these settings needs; both, unless the flags name one of them."""
+    """Encode all prompts and images that the run with these settings needs; both, unless the flags name one of them.
+
+    Raises:
+        UserError: the run encodes from window to window, or its data or model cannot be used.
+    """
+    if config.data.precomputation_items is not None:
+        raise UserError("--precomputation_items encodes while the run trains: there is nothing to do before it")
     if not (config.data.cache_text or config.data.cache_latents):
         both = not config.data.shuffle_tags  # which makes new prompts at every visit
         config = replace(config, data=replace(config.data, cache_text=both, cache_latents=True))

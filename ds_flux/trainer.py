@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_flux import UserError, checkpoint, runtime
+from ds_flux import UserError, checkpoint, rolling, runtime
 from ds_flux.config import Config
 from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
@@ -96,26 +96,33 @@ def train(config: Config) -> None:
 
 def loop(run: Run, output_dir: Path, writer: MetricsWriter, requests: Requests) -> None:
     """Step after step, to the last one or until it is asked to stop."""
-    micro_batches = run.schedule.micro_batches(run.first_step, run.last_step)
-    batches, num_skipped = Batches(run.samples, micro_batches), 0
-    for step in range(run.first_step + 1, run.last_step + 1):
-        if request := requests.agreed():
-            answer(run, output_dir, step - 1, batches, request)
-            if request.stops:
-                return
-        figures = train_step(run, batches)
-        num_skipped = num_skipped + 1 if figures["skipped"] else 0
-        peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
-        figures |= dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
-        writer.write(step, figures)
-        if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-            save_checkpoint(run, output_dir, step, batches)
-        if num_skipped == run.config.train.max_skipped_steps:
-            raise UserError(
-                f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
-                f"{step - num_skipped}; go on from the last checkpoint with a lower --learning_rate, or without those samples"
-            )
+    steps, num_skipped = (run.first_step, run.last_step), 0
+    is_asked = lambda: requests.number != 0  # noqa: E731
+    for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
+        run = replace(run, conditioner=window.conditioner, samples=window.samples)
+        batches = Batches(run.samples, window.micro_batches)
+        for step in window.steps:
+            if request := requests.agreed():
+                answer(run, output_dir, step - 1, batches, request)
+                if request.stops:
+                    return
+            figures = train_step(run, batches)
+            num_skipped = num_skipped + 1 if figures["skipped"] else 0
+            writer.write(step, figures | memory_peaks())
+            if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
+                save_checkpoint(run, output_dir, step, batches)
+            if num_skipped == run.config.train.max_skipped_steps:
+                raise UserError(
+                    f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
+                    f"{step - num_skipped}; resume with a lower --learning_rate, or without those samples"
+                )
     runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
+
+
+def memory_peaks() -> dict[str, float]:
+    """Of the rank that has the highest.  A collective."""
+    peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
+    return dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
 
 
 def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> Path:

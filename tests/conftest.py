@@ -2,8 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,6 +115,19 @@ def store(tmp_path: Path) -> "Store":
     fill(store, range(NUM))
     assert len(store.shards) == 5
     return store
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mounted = subprocess.run(["sh", "-c", '"$@"', "sh", *command], capture_output=True, text=True)  # there may be no mount
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @dataclass(frozen=True)

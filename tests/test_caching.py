@@ -5,9 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+from ds_flux import config
+from ds_flux.caching import prompts_in_batches
+from ds_flux.conditioning import Conditioner
+from ds_flux.data.shapes import window_of
 from ds_flux.data.store import Store
+from ds_flux.models import build_tokenizers, find_architecture
 from tests.conftest import Assets, Done
 from tests.distributed import launch, metrics, run_jobs
 from tests.pairs import Pairs
@@ -85,6 +91,20 @@ def test_only_what_changed_is_encoded_again(assets: Assets, tmp_path: Path) -> N
     assert "4 of 5 prompts are in" in said[1] and "5 of 6 images are in" in said[1]
     assert "5 of 5 prompts are in" in said[2] and "0 of 6 images are in" in said[2]
     assert "records will take about" in said[0] and not (tmp_path / "run").exists()
+
+
+def test_prompts_of_one_window_are_encoded_together(pairs: Pairs) -> None:
+    """Features are as long as the window of the longest prompt in the batch."""
+    model = config.ModelConfig(pretrained_model_name_or_path=str(pairs.model("flux3")))
+    family = find_architecture(model).family
+    conditioner = Conditioner(family, {}, build_tokenizers(family, model), None, 240, torch.device("cpu"))
+    prompts = [" ".join(["ant"] * number) for number in range(0, 200, 3)]
+    batches = prompts_in_batches(conditioner, prompts)
+    assert sorted(prompt for batch in batches for prompt in batch) == sorted(prompts)
+    counts = [family.count_tokens(conditioner.tokenizers, batch) for batch in batches]
+    windows = [{window_of(count, 80, 240) for count in of_batch} for of_batch in counts]
+    assert {len(of_batch) for of_batch in windows} == {1} and set().union(*windows) == {80, 160, 240}
+    assert max(counts[0]) == max(map(max, counts)), "the longest first"
 
 
 def test_cached_text_and_shuffled_tags_do_not_go_together(

@@ -34,8 +34,8 @@ def poison(cache: Path, samples: list[int]) -> None:
         store = Store(folder)
         with store.writer("poison") as writer:
             for sample in samples:
-                nan = torch.full_like(LatentCache(store).read(sample)[0][0], torch.nan)
-                LatentCache.write(writer, sample, store.fingerprint(str(sample)), [nan], None, None)
+                nan = torch.full_like(LatentCache(store).read((sample, 0))[0][0], torch.nan)
+                LatentCache(store).write(writer, (sample, 0), store.fingerprint(str(sample)), [nan], None, None)
 
 
 @pytest.mark.parametrize("name", [*STAGES, "bf16"])

@@ -50,7 +50,7 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
-    ["run"],
+    ["run", "rolling"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],
 ]

@@ -63,7 +63,7 @@ def cached(samples: SampleDataset, folder: Path) -> SampleDataset:
     store = Store(folder)
     with store.writer("test", shard_bytes=20_000) as writer:
         for sample in range(NUM_SAMPLES):
-            LatentCache.write(writer, sample, "", list(samples.pixels((sample, 0))), None, None)
+            LatentCache(store).write(writer, (sample, 0), "", list(samples.pixels((sample, 0))), None, None)
     store.refresh()
     return replace(samples, cache=LatentCache(store))
 

@@ -2,9 +2,8 @@
 
 import json
 import os
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,19 +136,6 @@ def test_what_was_added_before_an_error_is_kept(tmp_path: Path) -> None:
         writer.add("image 0", "of now", tensors_of(0))
         raise UserError("an image cannot be read")
     check(Store(tmp_path), range(1))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    mounted = subprocess.run(["sh", "-c", '"$@"', "sh", *command], capture_output=True, text=True)  # there may be no mount
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def test_a_full_disk(small_disk: Path) -> None:

@@ -133,3 +133,45 @@ def sample(argv: list[str]) -> None:
     from ds_flux import commands, config, sampler
 
     sampler.sample(*config.load(argv, "test", commands.SampleCommand))
+
+
+def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
+    """Train, and write to looks.jsonl what is in a folder after each step; one rank gets SIGTERM after step `stop_after`."""
+    import json
+    import os
+    import signal
+
+    from ds_flux import commands, config, metrics, runtime, trainer
+    from ds_flux.requests import Requests
+    from ds_flux.run import setup
+
+    settings = config.load(argv, "ds-flux train", commands.TrainCommand)[0]
+    output_dir = Path(settings.run.output_dir)
+
+    class Looking(metrics.MetricsWriter):
+        def write(self, step: int, figures: dict[str, float]) -> None:
+            super().write(step, figures)
+            if runtime.rank() == 0:
+                found = {str(path.relative_to(look_at)): path.stat().st_size for path in Path(look_at).rglob("*.*")}
+                with (output_dir / "looks.jsonl").open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+            if step == stop_after and runtime.rank() == runtime.world_size() - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run = setup(settings)
+    writer = Looking(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    with Requests(output_dir) as requests:
+        trainer.loop(run, output_dir, writer, requests)
+    writer.close()
+    runtime.barrier()
+
+
+def precompute_in_small_shards(argv: list[str], shard_bytes: int) -> None:
+    """`ds-flux precompute` that completes a shard every few records."""
+    from functools import partialmethod
+
+    from ds_flux import commands, config, precompute
+    from ds_flux.data.store import Store
+
+    Store.writer = partialmethod(Store.writer, shard_bytes=shard_bytes)
+    precompute.precompute(config.load(argv, "test", commands.PrecomputeCommand)[0])

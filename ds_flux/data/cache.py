@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_flux.data.schedule import SampleKey
 from ds_flux.data.store import Store, Writer
 
 TROUBLE, SPREAD = "trouble", "spread"
@@ -12,13 +13,24 @@ TROUBLE, SPREAD = "trouble", "spread"
 
 @dataclass(frozen=True)
 class LatentCache:
-    """{sample id: latents of its image and of its references}."""
+    """{sample: latents of its image and of its references}."""
 
     store: Store
+    each_visit: bool = False
+    """a record for each visit of a sample, with the crop and flip of that visit; else one for all of them"""
 
-    @staticmethod
+    def name(self, key: SampleKey) -> str:
+        """What the record of a visit is called."""
+        return f"{key[0]} {key[1]}" if self.each_visit else str(key[0])
+
     def write(
-        writer: Writer, sample: int, fingerprint: str, latents: list[Tensor], spread: Tensor | None, trouble: str | None
+        self,
+        writer: Writer,
+        key: SampleKey,
+        fingerprint: str,
+        latents: list[Tensor],
+        spread: Tensor | None,
+        trouble: str | None,
     ) -> None:
         """Image first, then references, each (C, H, W).
 
@@ -31,11 +43,11 @@ class LatentCache:
             named[SPREAD] = spread
         if trouble:
             named[TROUBLE] = torch.frombuffer(bytearray(trouble.encode()), dtype=torch.uint8)
-        writer.add(str(sample), fingerprint, named)
+        writer.add(self.name(key), fingerprint, named)
 
-    def read(self, sample: int) -> tuple[tuple[Tensor, ...], Tensor | None, str | None]:
+    def read(self, key: SampleKey) -> tuple[tuple[Tensor, ...], Tensor | None, str | None]:
         """What was written: latents in their order, spread, trouble."""
-        record = dict(self.store.read(str(sample)))
+        record = dict(self.store.read(self.name(key)))
         trouble, spread = record.pop(TROUBLE, None), record.pop(SPREAD, None)
         latents = tuple(record[str(number)].to(torch.float32) for number in range(len(record)))
         return latents, spread, None if trouble is None else bytes(trouble.tolist()).decode()

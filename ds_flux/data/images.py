@@ -117,16 +117,20 @@ class SampleDataset(Dataset):
 
     def prepare(self, key: SampleKey) -> Sample:
         """A sample that cannot be used comes with the reason, and with zeros in the sizes that its batch needs."""
-        images, spread, trouble = self.cache.read(key[0]) if self.cache else self.images(key)
-        prompts = dict.fromkeys(TEXT_ENCODER_DROPOUTS, "")
-        try:
-            prompts = prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key)
-        except (BadSample, OSError, ValueError) as error:
-            trouble = trouble or in_one_line(error)
+        images, spread, trouble = self.cache.read(key) if self.cache else self.images(key)
+        prompts, trouble_of_caption = self.prompts(key)
+        trouble = trouble or trouble_of_caption
         images = images[:1] if drops_references(self.config, self.seed, key) else images
         name = self.source.name(key[0])
         bad = Bad(key[0], name, trouble) if trouble else None
         return Sample(images, prompts, key, name, self.cache is not None, spread, bad)
+
+    def prompts(self, key: SampleKey) -> tuple[dict[str, str], str | None]:
+        """{text encoder: prompt} of a visit; or empty ones, and what is wrong with the caption."""
+        try:
+            return prepare_prompts(self.source.caption(key[0]), self.config, self.seed, key), None
+        except (BadSample, OSError, ValueError) as error:
+            return dict.fromkeys(TEXT_ENCODER_DROPOUTS, ""), in_one_line(error)
 
     def images(self, key: SampleKey) -> tuple[tuple[Tensor, ...], None, str | None]:
         """The pixels of image and references; or grey in their place, and what is wrong with them."""

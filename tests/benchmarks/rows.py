@@ -42,9 +42,10 @@ def write(folder: Path, num_rows: int) -> None:
     images.mkdir()
     for row in range(num_rows):
         (images / f"{row:07d}.jpg").write_bytes(picture)
-    with Store(folder / "cache").writer("benchmark") as writer:
+    cache = LatentCache(Store(folder / "cache"))
+    with cache.store.writer("benchmark") as writer:
         for row in range(num_rows):
-            LatentCache.write(writer, row, "0" * 32, [torch.zeros(16, 2, 2)], None, None)
+            cache.write(writer, (row, 0), "0" * 32, [torch.zeros(16, 2, 2)], None, None)
 
 
 def take(kind: str, folder: Path, num_rows: int) -> None:
