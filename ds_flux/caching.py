@@ -27,14 +27,8 @@ from ds_flux.data.shapes import window_of
 from ds_flux.data.sources import Source
 from ds_flux.data.store import Store
 
-Stopped = Callable[[], bool]  # whether this rank was told to end
+Stopped = Callable[[], bool]  # whether this rank was told to end; before the first step a signal ends it at once
 Room = Callable[[int, int], None]  # (bytes, records): raises UserError where the disk cannot hold them
-
-
-def never() -> bool:
-    """Nothing tells the caching before the first step to end: a signal does so at once."""
-    return False
-
 
 PROMPTS_AT_ONCE = 32  # a sharded encoder gathers its layers for each batch: at 1 it costs many times what it costs at 32
 IMAGES_AT_ONCE, PIXELS_AT_ONCE = 32, 1 << 21  # two of 1024 x 1024: the autoencoder's own activations are large
@@ -139,7 +133,7 @@ def wanted_text(prompts: list[str], settings: str) -> dict[str, str]:
 
 
 def fill_text(
-    conditioner: Conditioner, store: Store, prompts: list[str], settings: str, room: Room, stopped: Stopped = never
+    conditioner: Conditioner, store: Store, prompts: list[str], settings: str, room: Room, stopped: Stopped | None = None
 ) -> None:
     """Encode what the store lacks of these prompts; every rank calls the encoders equally often.  A collective."""
     wanted = wanted_text(prompts, settings)
@@ -148,7 +142,7 @@ def fill_text(
     batches = prompts_in_batches(conditioner, missing)
     with store.writer(f"rank-{runtime.rank()}") as writer:
         for turn in tqdm(range(0, len(batches), runtime.world_size()), desc="encode the prompts", disable=runtime.rank() > 0):
-            if stopped is not never and runtime.any_rank(stopped()):
+            if stopped and runtime.any_rank(stopped()):
                 break
             batch = next(iter(batches[turn + runtime.rank() :]), [])  # nothing of its own left, and still it calls
             features = conditioner.encode_text(dict.fromkeys(conditioner.encoders, batch or [""]))
@@ -233,7 +227,7 @@ def fill_latents(
     pictures: Pictures,
     keys: list[SampleKey],
     room: Room,
-    stopped: Stopped = never,
+    stopped: Stopped | None = None,
 ) -> None:
     """Encode what the cache lacks of these visits, those of the same sizes together.  A collective."""
     missing = missing_latents(cache, pictures, keys)
@@ -248,7 +242,7 @@ def fill_latents(
     with runtime.together("encoding the images"), cache.store.writer(f"rank-{runtime.rank()}") as writer:
         loader = DataLoader(pictures, batch_sampler=share, collate_fn=stacked, num_workers=num_workers)
         for keys_here, fingerprints, images, troubles in tqdm(loader, desc="encode the images", disable=runtime.rank() > 0):
-            if stopped():
+            if stopped and stopped():
                 break
             records = encoded(conditioner, images)
             for key, fingerprint, (latents, spread), trouble in zip(keys_here, fingerprints, records, troubles):
