@@ -20,6 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_flux import UserError, runtime
 from ds_flux.manifest import MANIFEST, Manifest, checkpoints, step_of, write_atomically
+from ds_flux.zero import elastic
 
 
 def save(engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_limit: int | None) -> Path:
@@ -59,7 +60,16 @@ def remove(folder: Path) -> None:
 
 
 def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
-    """Weights, optimizer and schedule out of a checked checkpoint.  A collective."""
+    """Weights, optimizer and schedule out of a checked checkpoint, whatever layout it was made in.  A collective.
+
+    Args:
+        manifest: the checkpoint's.
+    """
+    with runtime.together("reading the checkpoint"):
+        is_of_same_layout = elastic.is_of_same_layout(engine, folder, manifest)
+    if not is_of_same_layout:
+        elastic.load(engine, folder, manifest)
+        return
     with only_weights():
         loaded, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=manifest.lora is None)
     if runtime.any_rank(loaded is None):

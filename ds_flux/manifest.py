@@ -94,14 +94,12 @@ def check_fits(folder: Path, found: Manifest, run: Manifest) -> list[str]:
     """Whether a run may go on from a checkpoint; returns what the user should know if it may.
 
     Raises:
-        UserError: another model, base, adapter, ZeRO stage or number of processes.
+        UserError: another model, base or adapter.
     """
     same = (
         ("transformer_class", "another model"),
         ("transformer_config", "another model"),
         ("lora", "another LoRA, or one of LoRA and all weights"),
-        ("zero_stage", "another ZeRO stage"),
-        ("world_size", "another number of processes"),
     )
     run_facts = json.loads(json.dumps(asdict(run), default=list))
     for name, what in same:

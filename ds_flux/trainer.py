@@ -57,15 +57,15 @@ def setup(config: Config) -> Run:
     last_step = assemble.num_steps(config, schedule, counts)
     assemble.name_rare_shapes(schedule, counts, last_step)
     manifest = describe(config, architecture, ds_config, schedule, inputs.shapes)
-    resume_folder = find_resume(config, manifest)
+    resumed = find_resume(config, manifest)
 
     conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), inputs.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
     engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
-    if resume_folder:
-        checkpoint.load(engine, resume_folder, manifest)
+    if resumed:
+        checkpoint.load(engine, *resumed)
     return Run(
         config=config,
         engine=engine,
@@ -140,11 +140,11 @@ def describe(
     )
 
 
-def find_resume(config: Config, manifest: Manifest) -> Path | None:
-    """The checked checkpoint to go on from, if one is asked for and there.  A collective."""
+def find_resume(config: Config, manifest: Manifest) -> tuple[Path, Manifest] | None:
+    """The checked checkpoint to go on from and what it is, if one is asked for and there.  A collective."""
     wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
-    def look() -> tuple[Path | None, list[str]]:
+    def look() -> tuple[tuple[Path, Manifest] | None, list[str]]:
         if wanted is None and checkpoints(output_dir):
             raise UserError(
                 f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
@@ -153,12 +153,13 @@ def find_resume(config: Config, manifest: Manifest) -> Path | None:
         folder = find(output_dir, wanted) if wanted else None
         if folder is None:
             return None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
-        return folder, check_fits(folder, read_manifest(folder), manifest)
+        found = read_manifest(folder)
+        return (folder, found), check_fits(folder, found, manifest)
 
-    folder, notes = runtime.on_main(look, "looking for the checkpoint")
+    resumed, notes = runtime.on_main(look, "looking for the checkpoint")
     for note in notes:
         runtime.log(note)
-    return folder
+    return resumed
 
 
 def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
