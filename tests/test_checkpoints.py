@@ -144,8 +144,6 @@ BREAKAGES = {
     "absent": "no such folder",
     "another model": "another model",
     "another LoRA": "another LoRA",
-    "another stage": "another ZeRO stage",
-    "another number": "another number of processes",
 }
 
 
@@ -153,7 +151,6 @@ BREAKAGES = {
 def test_resume_refuses_what_is_not_its_own(assets: Assets, folder: Path, tmp_path: Path, run_main: Any, kind: str) -> None:
     checkpoint = shutil.copytree(folder / "stage 3, offload/checkpoint-3", tmp_path / "checkpoint-3")
     manifest = json.loads((checkpoint / "ds_flux.json").read_text())
-    manifest["world_size"] = 1 if kind != "another number" else 2
     victim = next(path for path in checkpoint.iterdir() if "optim_states" in path.name)
     flags: dict[str, Any] = {"stage": 3}
     match kind:
@@ -165,8 +162,6 @@ def test_resume_refuses_what_is_not_its_own(assets: Assets, folder: Path, tmp_pa
             manifest["transformer_config"]["num_layers"] = 7
         case "another LoRA":
             flags |= LORA
-        case "another stage":
-            flags["stage"] = 2
     (checkpoint / "ds_flux.json").write_text(json.dumps(manifest))
     if kind == "no checkpoint":
         (checkpoint / "ds_flux.json").unlink()
@@ -185,8 +180,6 @@ def test_resume_refuses_another_base(assets: Assets, folder: Path, tmp_path: Pat
     shutil.rmtree(model / "transformer")
     transformer.save_pretrained(model / "transformer")
     checkpoint = shutil.copytree(folder / "stage 3, LoRA/checkpoint-3", tmp_path / "checkpoint-3")
-    text = (checkpoint / "ds_flux.json").read_text().replace('"world_size": 2', '"world_size": 1')
-    (checkpoint / "ds_flux.json").write_text(text)
     flags = {"pretrained_model_name_or_path": model, "resume_from_checkpoint": checkpoint, **LORA}
     done = run_main("train", *arguments(assets, tmp_path / "run", stage=3, **flags))
     assert (done.status, "other base weights" in done.errors) == (2, True)

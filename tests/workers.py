@@ -132,3 +132,69 @@ def sample(argv: list[str]) -> None:
     from ds_flux import config, sampler
 
     sampler.sample(*config.load(argv, "test", config.SampleCommand))
+
+
+def state_of(run: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """{what: {name of a weight: whole tensor}} of the fp32 weights and Adam's moments, on rank 0; by DeepSpeed's own means."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from ds_flux import runtime
+
+    if run.manifest.zero_stage < 3:
+        # DeepSpeed links the moments at the first step only, and forgets to do it again after it has loaded
+        run.engine.optimizer._hp_optimizer_states_linked = False
+        run.engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found: dict[str, dict[str, torch.Tensor]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for name, parameter in run.engine.module.named_parameters():
+        if parameter.requires_grad:
+            for what, tensors in found.items():
+                key = () if what == "master" else (what,)
+                whole = (safe_get_full_optimizer_state if key else safe_get_full_fp32_param)(parameter, *key)
+                if runtime.rank() == 0:
+                    tensors[name] = whole.clone()
+    return found
+
+
+def steps(run: Any, first: int, last: int) -> list[dict[str, float]]:
+    """The figures of steps first + 1 .. last."""
+    from ds_flux import trainer
+    from ds_flux.data.images import load_batches
+
+    batches = load_batches(run.samples, run.schedule.micro_batches(first, last))
+    return [trainer.train_step(run, batches) for _ in range(first, last)]
+
+
+def make_checkpoint(argv: list[str], output_dir: str, step: int, last: int) -> None:
+    """Train to `step`, save, train on to `last`; rank 0 keeps what was saved and the figures of the steps after it."""
+    from ds_flux import config, runtime, trainer
+
+    run = trainer.setup(config.load(argv, "ds-flux train", config.TrainCommand)[0])
+    steps(run, 0, step)
+    folder = trainer.save_checkpoint(run, Path(output_dir), step)
+    state = state_of(run)
+    figures = steps(run, step, last)
+    if runtime.rank() == 0:
+        torch.save({"state": state, "figures": figures}, folder.parent / "kept.pt")
+    run.engine.destroy()
+
+
+def go_on_from(argv: list[str], checkpoints: list[str], path: str, last: int) -> None:
+    """Load each checkpoint into one engine and train on to `last`; rank 0 saves {checkpoint: what was found after it}."""
+    from ds_flux import checkpoint, config, manifest, runtime, trainer
+
+    run = trainer.setup(config.load(argv, "ds-flux train", config.TrainCommand)[0])
+    found = {}
+    for folder in map(Path, checkpoints):
+        checkpoint.load(run.engine, folder, manifest.read_manifest(folder))
+        first = run.engine.global_steps
+        state = state_of(run)
+        kept = torch.load(folder.parent / "kept.pt")
+        equal = {
+            what: tensors.keys() == kept["state"][what].keys()
+            and all(torch.equal(tensor, kept["state"][what][name]) for name, tensor in tensors.items())
+            for what, tensors in state.items()
+        }
+        found[str(folder)] = {"first": first, "equal": equal, "figures": steps(run, first, last), "kept": kept["figures"]}
+    if runtime.rank() == 0:
+        torch.save(found, path)
+    run.engine.destroy()
