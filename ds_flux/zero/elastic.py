@@ -92,9 +92,7 @@ def load(engine: Engine, folder: Path, manifest: Manifest) -> None:
         here, there = layout_of(engine), Layout.of(model["ds_config"], manifest.world_size, model["param_shapes"])
         check_can_deal(folder, here, there, optimizer)
         saved = files.read_optimizer(folder, manifest, model)
-    runtime.log(
-        f"{folder.name} was made on {there.words}; its weights and moments are dealt out anew over {here.words}"
-    )
+    runtime.log(f"{folder.name} was made on {there.words}; its weights and moments are dealt out anew over {here.words}")
     if here.stage == 3:
         optimizer.checkpoint_event_prologue()  # no weight is whole on any rank
     with runtime.together("dealing out the checkpoint"):
@@ -141,7 +139,7 @@ def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState) -> dict[st
             moments = {key: torch.zeros_like(flat, requires_grad=False) for key in saved.moments}
             for out, tensors in [(flat.data, saved.masters), *((moments[key], saved.moments[key]) for key in moments)]:
                 ordered = [tensors[name] for name in layout.groups[group]]
-                fill(out, share(ordered, layout, flat.numel(), gaps[group]), bar)
+                fill(out, share(ordered, layout, runtime.rank(), flat.numel(), gaps[group]), bar)
             base["state"][group] = {**saved.numbers, **moments}
     for group in base["param_groups"]:
         group.update({key: saved.hyperparameters[key] for key in CARRIED if key in group and key in saved.hyperparameters})
@@ -149,16 +147,15 @@ def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState) -> dict[st
 
 
 def share(
-    tensors: list[TensorPieces], layout: Layout, flat_numel: int, gaps: list[int]
+    tensors: list[TensorPieces], layout: Layout, rank: int, flat_numel: int, gaps: list[int]
 ) -> list[tuple[int, list[Piece]]]:
-    """(offset, elements that follow one another from there) of this rank's flat tensor of a group.
+    """(offset, elements that follow one another from there) of a rank's flat tensor of a group.
 
     Args:
         tensors: the group's, in order.
         flat_numel: elements of the flat tensor.
-        gaps: the elements between the tensors, at stages 1 and 2.
+        gaps: the elements behind each of the tensors, at stages 1 and 2.
     """
-    rank = runtime.rank()
     if layout.stage < 3:
         vector = [piece for tensor, gap in zip(tensors, gaps) for piece in (*tensor.pieces, *zeros("", (gap,)).pieces)]
         return [(0, between(vector, rank * flat_numel, (rank + 1) * flat_numel))]
