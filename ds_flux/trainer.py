@@ -19,7 +19,7 @@ from ds_flux.data.images import RawBatch, SampleDataset, load_batches
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
-from ds_flux.manifest import MANIFEST, Manifest, check_fits, checkpoints, find, read_manifest, write_atomically
+from ds_flux.manifest import MANIFEST, Manifest, candidates, check_fits, checkpoints, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
@@ -144,22 +144,23 @@ def find_resume(config: Config, manifest: Manifest) -> tuple[Path, Manifest] | N
     """The checked checkpoint to go on from and what it is, if one is asked for and there.  A collective."""
     wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
-    def look() -> tuple[tuple[Path, Manifest] | None, list[str]]:
+    def look() -> list[Path]:
         if wanted is None and checkpoints(output_dir):
             raise UserError(
                 f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
                 "another --output_dir"
             )
-        folder = find(output_dir, wanted) if wanted else None
-        if folder is None:
-            return None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
-        found = read_manifest(folder)
-        return (folder, found), check_fits(folder, found, manifest)
+        return candidates(output_dir, wanted) if wanted else []
 
-    resumed, notes = runtime.on_main(look, "looking for the checkpoint")
-    for note in notes:
+    folders = runtime.on_main(look, "looking for the checkpoint")
+    if not folders:
+        if wanted:
+            runtime.log(f"no checkpoint in {output_dir} yet: starting anew")
+        return None
+    folder, found = checkpoint.first_whole(folders)
+    for note in runtime.on_main(lambda: check_fits(folder, found, manifest), "looking at the checkpoint"):
         runtime.log(note)
-    return resumed
+    return folder, found
 
 
 def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:

@@ -140,10 +140,13 @@ def test_a_lora_starts_from_a_file(assets: Assets, folder: Path, tmp_path: Path,
 BREAKAGES = {
     "truncated": "is not whole",
     "missing": "is missing",
+    "flipped": "does not hold what was written",
+    "swapped": "does not hold what was written",
     "no checkpoint": "no checkpoint of ds_flux",
     "absent": "no such folder",
     "another model": "another model",
     "another LoRA": "another LoRA",
+    "stage 0": "no way from or to stage 0",
 }
 
 
@@ -158,6 +161,16 @@ def test_resume_refuses_what_is_not_its_own(assets: Assets, folder: Path, tmp_pa
             victim.write_bytes(victim.read_bytes()[:-100])
         case "missing":
             victim.unlink()
+        case "flipped":
+            content = bytearray(victim.read_bytes())
+            content[len(content) // 2] ^= 1
+            victim.write_bytes(content)
+        case "swapped":
+            one, other = sorted(path for path in checkpoint.iterdir() if "optim_states" in path.name)
+            assert one.stat().st_size == other.stat().st_size
+            one.rename(tmp_path / "aside"), other.rename(one), (tmp_path / "aside").rename(other)
+        case "stage 0":
+            flags["stage"] = 0
         case "another model":
             manifest["transformer_config"]["num_layers"] = 7
         case "another LoRA":
@@ -168,8 +181,33 @@ def test_resume_refuses_what_is_not_its_own(assets: Assets, folder: Path, tmp_pa
     path = checkpoint if kind != "absent" else tmp_path / "nowhere"
     done = run_main("train", *arguments(assets, tmp_path / "run", resume_from_checkpoint=path, **flags))
     assert done.status == 2
-    assert BREAKAGES[kind] in done.errors
+    said = [line for line in done.errors.splitlines() if BREAKAGES[kind] in line]
+    assert len(said) == 1 and said[0].startswith("ds-flux")
     assert not (tmp_path / "run").exists()
+
+
+TORN = {"truncated": "is not whole", "flipped": "does not hold", "no manifest": "ds_flux.json is missing"}
+
+
+@pytest.mark.parametrize("kind", TORN)
+def test_latest_passes_over_what_is_torn(assets: Assets, folder: Path, tmp_path: Path, run_main: Any, kind: str) -> None:
+    run = shutil.copytree(folder / "stage 3, LoRA", tmp_path / "run", ignore=shutil.ignore_patterns("logs"))
+    victim = next(path for path in (run / "checkpoint-6").iterdir() if "optim_states" in path.name)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    if kind == "no manifest":
+        (run / "checkpoint-6/ds_flux.json").unlink()
+    else:
+        victim.write_bytes(content if kind == "flipped" else content[:-1])
+    flags = {**LORA, "lora_dropout": 0.2, "resume_from_checkpoint": "latest", "train_batch_size": 8, "max_train_steps": 4}
+    done = run_main("train", *arguments(assets, run, stage=3, **flags))
+    assert done.status == 0, done.errors
+    assert [line for line in done.errors.splitlines() if "checkpoint-6" in line and TORN[kind] in line]
+    assert [row["step"] for row in metrics(run)] == [4]
+    shutil.rmtree(run / "checkpoint-3")
+    shutil.rmtree(run / "checkpoint-4")
+    done = run_main("train", *arguments(assets, run, stage=3, **flags))
+    assert (done.status, TORN[kind] in done.errors) == (2, True)
 
 
 def test_resume_refuses_another_base(assets: Assets, folder: Path, tmp_path: Path, run_main: Any) -> None:

@@ -27,7 +27,8 @@ ZERO: dict[tuple[int, int], dict[str, Any]] = {
     (1, 3): {"offload": True},
     (4, 3): {"stage3_param_persistence_threshold": 500},
 }
-LAYOUTS = list(product(KINDS, SIZES, STAGES))
+# four processes are slow where there are fewer cores: of a LoRA at stage 3 only
+LAYOUTS = [at for at in product(KINDS, SIZES, STAGES) if at[:2] != ("LoRA", 4) or at[2] == 3]
 
 
 def name_of(kind: str, size: int, stage: int) -> str:
@@ -37,7 +38,9 @@ def name_of(kind: str, size: int, stage: int) -> str:
 def sources(kind: str, size: int, stage: int) -> list[str]:
     """A checkpoint of each number of processes, so that all layouts together have gone from every stage to every stage."""
     shifts = [(SIZES.index(other) - SIZES.index(size)) % 3 + 1 for other in SIZES]
-    return [name_of(kind, other, STAGES[(stage - 1 + shift) % 3]) for other, shift in zip(SIZES, shifts)]
+    found = [(kind, other, STAGES[(stage - 1 + shift) % 3]) for other, shift in zip(SIZES, shifts)]
+    found = [at if at in LAYOUTS else (*at[:2], 3) for at in found]
+    return [name_of(*at) for at in found if at != (kind, size, stage)]
 
 
 def job(assets: Assets, folder: Path, function: str, kind: str, size: int, stage: int) -> dict[str, Any]:
@@ -69,10 +72,11 @@ def folder(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_table_is_full() -> None:
     """Every number to every number, every stage to every stage, and no layout to itself."""
-    pairs = [(name_of(kind, size, stage), source) for kind, size, stage in LAYOUTS for source in sources(kind, size, stage)]
-    assert len(pairs) == len(set(pairs)) == 54 and all(a != b for a, b in pairs)
-    for digit in (6, -1):  # of the number of processes, of the stage
-        assert len({(a[digit], b[digit]) for a, b in pairs}) == 9
+    for kind in KINDS:
+        pairs = [(at, source) for at in LAYOUTS if at[0] == kind for source in sources(*at)]
+        assert len(pairs) == len(set(pairs)) >= 20 and all(name_of(*at) != source for at, source in pairs)
+        assert {(at[2], source[-1]) for at, source in pairs} == set(product(STAGES, "123"))
+        assert {(at[1], source.split()[1]) for at, source in pairs} >= set(product(SIZES, "124")) - {(4, "4")}
 
 
 @pytest.mark.parametrize("old,new", product(product((1, 2, 3), (1, 2, 3, 5)), repeat=2))

@@ -68,11 +68,10 @@ def layout_of(engine: Engine) -> Layout:
     return Layout.of(engine.config, runtime.world_size(), shapes)
 
 
-def is_of_same_layout(engine: Engine, folder: Path, manifest: Manifest) -> bool:
-    """Whether DeepSpeed itself can load a checkpoint, each rank its own file.  At stage 0 it always can."""
+def layout_of_files(folder: Path, manifest: Manifest) -> Layout:
+    """The layout of a checkpoint."""
     model = read_model(folder, manifest)
-    here, there = layout_of(engine), Layout.of(model["ds_config"], manifest.world_size, model["param_shapes"])
-    return here == there or here.stage == there.stage == 0
+    return Layout.of(model["ds_config"], manifest.world_size, model["param_shapes"])
 
 
 def read_model(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -80,17 +79,16 @@ def read_model(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return files.load(files.by_rank(folder, manifest, "model_states.pt")[0])
 
 
-def load(engine: Engine, folder: Path, manifest: Manifest) -> None:
+def load(engine: Engine, folder: Path, manifest: Manifest, there: Layout) -> None:
     """Weights, optimizer, schedule and counters out of a checkpoint of another layout.  A collective.
 
     Raises:
-        UserError: one of the two layouts cannot be dealt out: the optimizer is on NVMe, or there is no ZeRO.
+        UserError: one of the two layouts cannot be dealt out.
     """
-    optimizer = engine.optimizer
+    optimizer, here = engine.optimizer, layout_of(engine)
+    check_can_deal(folder, here, there, optimizer)
     with runtime.together("reading the checkpoint"):
         model = read_model(folder, manifest)
-        here, there = layout_of(engine), Layout.of(model["ds_config"], manifest.world_size, model["param_shapes"])
-        check_can_deal(folder, here, there, optimizer)
         saved = files.read_optimizer(folder, manifest, model)
     runtime.log(f"{folder.name} was made on {there.words}; its weights and moments are dealt out anew over {here.words}")
     if here.stage == 3:
@@ -109,12 +107,10 @@ def load(engine: Engine, folder: Path, manifest: Manifest) -> None:
 
 
 def check_can_deal(folder: Path, here: Layout, there: Layout, optimizer: Any) -> None:
-    """Raises UserError unless both layouts are of stages 1 to 3 in memory."""
+    """Raises UserError unless both layouts are DeepSpeed's usual ones of stages 1 to 3, in memory."""
     why = None
     if "nvme" in (here.optimizer_device, there.optimizer_device):
-        why = "an optimizer on NVMe is read back only by as many processes at the same stage"
-    elif 0 in (here.stage, there.stage):
-        why = "from or to stage 0 nothing is dealt out"
+        why = "what is on NVMe goes back to as many processes at the same stage only"
     elif not isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
         why = f"DeepSpeed's {type(optimizer).__name__} is not known here"
     if why:
