@@ -73,7 +73,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
-    found = path if (path / MANIFEST).exists() else find(path, "latest")
+    found = path if (path / MANIFEST).exists() else find(path)
     if found is None:
         raise UserError(f"{path} is no checkpoint and has none in it: there is no {MANIFEST}")
     return found

@@ -139,7 +139,7 @@ def report(name: str, folder: Path, transformer: Path, seed: int, began: int | N
         "loss_first": round(sum(losses[:20]) / 20, 4),
         "loss_last": round(sum(losses[-20:]) / 20, 4),
         "seconds": round(time.time() - began) if began else None,
-        "checkpoint": str(find(folder / "out", "latest")),
+        "checkpoint": str(find(folder / "out")),
         "transformer": str(transformer),
         "grid": str(grid),
     }

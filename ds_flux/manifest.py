@@ -6,6 +6,8 @@ Imports neither torch nor DeepSpeed: `ds-flux consolidate` starts from here.
 import json
 import os
 import re
+import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ class Manifest:
     """of data that are read as a stream: how far each lane has come"""
     files: dict[str, int] = field(default_factory=dict)
     """{file in the folder: its size in bytes}"""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """{file: its CRC-32, eight hexadecimal digits}; none in checkpoints of before there were any"""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -59,26 +63,37 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("checkpoint-"))
 
 
-def find(output_dir: Path, wanted: str) -> Path | None:
-    """The folder that --resume_from_checkpoint means; None: `latest`, and there is none yet.
+def candidates(output_dir: Path, wanted: str) -> list[Path]:
+    """The folders that --resume_from_checkpoint may mean, the first choice first; none: `latest`, and there is none yet.
+
+    Several for `latest`: what it names and all of before, newest first, for the case that one is not whole.
 
     Raises:
-        UserError: the path is no complete checkpoint.
+        UserError: the path is no checkpoint of ours.
     """
     if wanted == "latest":
-        named = output_dir / (output_dir / "latest").read_text().strip() if (output_dir / "latest").is_file() else None
-        complete = checkpoints(output_dir)
-        return named if named in complete else next(reversed(complete), None)
+        found = sorted((path for path in output_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+        name = (output_dir / "latest").read_text().strip() if (output_dir / "latest").is_file() else None
+        # later ones than it are of a run that the one it is of has branched off from
+        end = found.index(output_dir / name) + 1 if output_dir / str(name) in found else None
+        return found[:end][::-1]
     for folder in (Path(wanted), output_dir / wanted):
         if (folder / MANIFEST).is_file():
-            return folder.resolve()
+            return [folder.resolve()]
     if Path(wanted).is_dir():
         raise UserError(f"--resume_from_checkpoint {wanted} is no checkpoint of ds_flux: it has no {MANIFEST}")
     raise UserError(f"--resume_from_checkpoint {wanted}: no such folder")
 
 
+def find(output_dir: Path) -> Path | None:
+    """The latest complete checkpoint of a run, if there is one."""
+    return next((folder for folder in candidates(output_dir, "latest") if (folder / MANIFEST).is_file()), None)
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, whole.  Raises UserError otherwise."""
+    """The manifest of a checkpoint whose files are all there and of their sizes.  Raises UserError otherwise."""
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder} is not whole: {MANIFEST} is missing")
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
     except (json.JSONDecodeError, TypeError) as error:
@@ -92,24 +107,48 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def dealt(files: dict[str, int], part: int, num_parts: int) -> list[str]:
+    """One of `num_parts` parts of about equally many bytes, out of {name: size in bytes}."""
+    return sorted(files, key=lambda name: (files[name], name))[part::num_parts]
+
+
+def checksum(path: Path) -> str:
+    """The CRC-32 of a file, read a piece at a time."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            value = zlib.crc32(piece, value)
+    return f"{value:08x}"
+
+
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises UserError unless these files hold what was written; those without a checksum pass."""
+    for name in names:
+        if manifest.checksums.get(name, "") not in ("", checksum(folder / name)):
+            raise UserError(f"{folder} is not whole: {name} does not hold what was written (its checksum differs)")
+
+
 def check_fits(folder: Path, found: Manifest, run: Manifest) -> list[str]:
     """Whether a run may go on from a checkpoint; returns what the user should know if it may.
 
     Raises:
-        UserError: another model, base, adapter, ZeRO stage or number of processes.
+        UserError: another model, base or adapter, or stage 0 on one side only.
     """
     same = (
         ("transformer_class", "another model"),
         ("transformer_config", "another model"),
         ("lora", "another LoRA, or one of LoRA and all weights"),
-        ("zero_stage", "another ZeRO stage"),
-        ("world_size", "another number of processes"),
     )
     run_facts = json.loads(json.dumps(asdict(run), default=list))
     for name, what in same:
         mine, theirs = run_facts[name], vars(found)[name]
         if mine != theirs:
             raise UserError(f"cannot resume from {folder}: it is of {what} ({name}: {differences(theirs, mine)})")
+    if 0 in (found.zero_stage, run.zero_stage) and found.zero_stage != run.zero_stage:
+        raise UserError(
+            f"cannot resume from {folder}: it is of ZeRO stage {found.zero_stage}, this run of {run.zero_stage}, and there is "
+            "no way from or to stage 0"
+        )
     if run.lora is not None and found.base_fingerprint != run.base_fingerprint:
         raise UserError(
             f"cannot resume from {folder}: its LoRA was trained on other base weights "

@@ -14,7 +14,7 @@ from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
 from ds_flux.data.stream import StreamSchedule
-from ds_flux.manifest import Manifest, check_fits, checkpoints, find, read_manifest
+from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
@@ -48,17 +48,17 @@ def setup(config: Config) -> Run:
     schedule = inputs.make_schedule(config, architecture, data.source, data.shapes)
     last_step = inputs.num_steps(config, schedule)
     manifest = describe(config, architecture, ds_config, data_facts(config, schedule, data.shapes))
-    resume_folder, found = find_resume(config, manifest)
-    if isinstance(schedule, StreamSchedule) and found:
-        schedule = schedule.behind(found.stream)
+    resumed = find_resume(config, manifest)
+    if isinstance(schedule, StreamSchedule) and resumed:
+        schedule = schedule.behind(resumed[1].stream)
 
     conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), data.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
     engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
-    if resume_folder:
-        checkpoint.load(engine, resume_folder, manifest)
+    if resumed:
+        checkpoint.load(engine, *resumed)
     return Run(
         config=config,
         engine=engine,
@@ -140,23 +140,24 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
     )
 
 
-def find_resume(config: Config, manifest: Manifest) -> tuple[Path | None, Manifest | None]:
-    """The checked checkpoint to go on from, and what it says of itself, if one is asked for and there.  A collective."""
+def find_resume(config: Config, manifest: Manifest) -> tuple[Path, Manifest] | None:
+    """The checked checkpoint to go on from and what it is, if one is asked for and there.  A collective."""
     wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
-    def look() -> tuple[Path | None, Manifest | None, list[str]]:
+    def look() -> list[Path]:
         if wanted is None and checkpoints(output_dir):
             raise UserError(
                 f"{output_dir} holds checkpoints of an earlier run: go on with --resume_from_checkpoint latest, or give "
                 "another --output_dir"
             )
-        folder = find(output_dir, wanted) if wanted else None
-        if folder is None:
-            return None, None, [f"no checkpoint in {output_dir} yet: starting anew"] if wanted else []
-        found = read_manifest(folder)
-        return folder, found, check_fits(folder, found, manifest)
+        return candidates(output_dir, wanted) if wanted else []
 
-    folder, found, notes = runtime.on_main(look, "looking for the checkpoint")
-    for note in notes:
+    folders = runtime.on_main(look, "looking for the checkpoint")
+    if not folders:
+        if wanted:
+            runtime.log(f"no checkpoint in {output_dir} yet: starting anew")
+        return None
+    folder, found = checkpoint.first_whole(folders)
+    for note in runtime.on_main(lambda: check_fits(folder, found, manifest), "looking at the checkpoint"):
         runtime.log(note)
     return folder, found

@@ -37,13 +37,11 @@ class Assets:
 
     def ds_config(self, stage: int, offload: bool = False, **zero: object) -> str:
         """A DeepSpeed JSON whose parameters are partitioned however small they are."""
-        sections = {"stage": stage, **zero}
-        if stage == 3:
-            sections["stage3_param_persistence_threshold"] = 0
+        sections = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}), **zero}
         if offload:
             sections["offload_optimizer"] = {"device": "cpu"}
             sections |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-        path = self.folder / f"zero{stage}{'_offload' if offload else ''}{len(zero) or ''}.json"
+        path = self.folder / f"zero{stage}{'_offload' if offload else ''}{''.join(f'_{key}_{zero[key]}' for key in zero)}.json"
         path.write_text(json.dumps({"zero_optimization": sections}))
         return str(path)
 

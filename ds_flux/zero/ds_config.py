@@ -118,10 +118,10 @@ def stage_of(config: dict[str, Any]) -> int:
     return config.get("zero_optimization", {}).get("stage", 0)
 
 
-def offloads_optimizer(config: dict[str, Any]) -> bool:
-    """Whether the optimizer runs on the CPU."""
+def optimizer_device(config: dict[str, Any]) -> str:
+    """Where the optimizer's state is: none (with the weights), cpu or nvme; it runs on the CPU unless none."""
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return offload.get("device", "none") != "none"
+    return offload.get("device", "none")
 
 
 def read(path: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def fill_optimizer(config: dict[str, Any], path: str, optim: OptimConfig) -> Non
     for key, (flag, value) in owned.items():
         if key in params or key == "lr" or kind == "AdamW":
             fill(params, path, key, flag, value)
-    if kind == "AdamW" and not offloads_optimizer(config):
+    if kind == "AdamW" and optimizer_device(config) == "none":
         # torch's own fused AdamW, which needs no kernel compiled at the first start
         params.setdefault("torch_adam", True)
         params.setdefault("fused", True)

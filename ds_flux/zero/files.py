@@ -5,6 +5,7 @@ may be in them (torch's weights_only).
 """
 
 import math
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from ds_flux.manifest import Manifest
 from ds_flux.streaming import Piece, TensorPieces, between, stored, whole
+
+MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+BASE_OPTIMIZER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+"""{stage: the name in a rank's file} of the fp32 weights, one flat tensor a group, and of what torch's optimizer says"""
 
 
 class ZeroStageEnum(IntEnum):
@@ -54,10 +59,76 @@ def read_checkpoint(folder: Path, manifest: Manifest) -> list[TensorPieces]:
     optimizers = [load(path)["optimizer_state_dict"] for path in optimizer_files]
     if manifest.zero_stage == 3:
         frozen = partitioned_frozen(model, [load(path) for path in model_files])
-        return buffers + frozen + partitioned_by_tensor(model["param_shapes"], optimizers)
-    return (
-        buffers + in_one_piece(model["frozen_param_fragments"] or {}) + partitioned_by_group(model["param_shapes"], optimizers)
+    else:
+        frozen = in_one_piece(model["frozen_param_fragments"] or {})
+    return buffers + frozen + masters(manifest.zero_stage, model["param_shapes"], optimizers)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What the optimizers of all ranks hold together, whatever their number and stage was."""
+
+    masters: dict[str, TensorPieces]
+    """the fp32 weights, by name"""
+    moments: dict[str, dict[str, TensorPieces]]
+    """{torch's name, e.g. exp_avg: a tensor for each of the weights, by the weight's name}"""
+    numbers: dict[str, Any]
+    """what is the same for all weights: step"""
+    hyperparameters: dict[str, Any]
+    """lr and others, as they were at this step"""
+
+
+def read_optimizer(folder: Path, manifest: Manifest, model: dict[str, Any]) -> OptimizerState:
+    """The trained weights of a checkpoint of stage 1, 2 or 3 in fp32, and the state of their optimizer, all in pieces.
+
+    Args:
+        model: the model file of rank 0.
+    """
+    stage, shapes = manifest.zero_stage, model["param_shapes"]
+    optimizers = [load(path)["optimizer_state_dict"] for path in by_rank(folder, manifest, "optim_states.pt")]
+    bases = [optimizer[BASE_OPTIMIZER[stage]] for optimizer in optimizers]
+    first = bases[0]["state"][0]
+    keys = [key for key, value in first.items() if isinstance(value, Tensor) and value.dim() > 0]
+    paddings = optimizers[0].get("param_alignment_paddings")
+
+    def moment(key: str) -> dict[str, TensorPieces]:
+        flats = [[base["state"][group][key] for base in bases] for group in range(len(shapes))]
+        return {tensor.name: tensor for tensor in partitioned(stage, shapes, flats, paddings)}
+
+    return OptimizerState(
+        masters={tensor.name: tensor for tensor in masters(stage, shapes, optimizers)},
+        moments={key: moment(key) for key in keys},
+        numbers={key: number(value) for key, value in first.items() if key not in keys},
+        hyperparameters={key: value for key, value in bases[0]["param_groups"][0].items() if key != "params"},
     )
+
+
+def number(value: Any) -> Any:
+    """A number as Python's own; torch counts steps in a tensor of fp32, DeepSpeed in an int."""
+    value = value.item() if isinstance(value, Tensor) else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def masters(stage: int, groups: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> list[TensorPieces]:
+    """The fp32 weights that the ranks' optimizers hold."""
+    flats = [[optimizer[MASTERS[stage]][group] for optimizer in optimizers] for group in range(len(groups))]
+    return partitioned(stage, groups, flats, optimizers[0].get("param_alignment_paddings"))
+
+
+def partitioned(
+    stage: int, groups: list[dict[str, torch.Size]], flats: list[list[Tensor]], paddings: list[list[int]] | None
+) -> list[TensorPieces]:
+    """Tensors out of the flat tensors that the ranks hold of each group.
+
+    Args:
+        groups: of each group, {name: shape} in the order they follow one another.
+        flats: flats[group][rank], 1-D.
+        paddings: of each group, the elements that lie behind each of its tensors; stages 1 and 2 only.
+    """
+    if stage == 3:
+        return [tensor for shapes, ranks in zip(groups, flats) for tensor in partitioned_by_tensor(shapes, ranks)]
+    gaps = paddings or [[0] * len(shapes) for shapes in groups]
+    return [tensor for args in zip(groups, flats, gaps) for tensor in partitioned_by_group(*args)]
 
 
 def by_rank(folder: Path, manifest: Manifest, ending: str) -> list[Path]:
@@ -71,16 +142,13 @@ def in_one_piece(tensors: dict[str, Tensor]) -> list[TensorPieces]:
     return [whole(name, tensor, is_mapped=True) for name, tensor in tensors.items()]
 
 
-def partitioned_by_tensor(groups: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> list[TensorPieces]:
-    """Stage 3: each tensor is cut into equal slices, padded at the end; a rank's flat group holds its slices in order."""
-    world_size, tensors = len(optimizers), []
-    for group, shapes in enumerate(groups):
-        flats = [optimizer["fp32_flat_groups"][group] for optimizer in optimizers]
-        offset = 0
-        for name, shape in shapes.items():
-            per_rank = math.ceil(shape.numel() / world_size)
-            tensors.append(TensorPieces(name, tuple(shape), slices(flats, offset, per_rank, shape.numel())))
-            offset += per_rank
+def partitioned_by_tensor(shapes: dict[str, torch.Size], flats: list[Tensor]) -> list[TensorPieces]:
+    """Stage 3: each tensor is cut into equal slices, padded at the end; a rank's flat tensor holds its slices in order."""
+    tensors, offset = [], 0
+    for name, shape in shapes.items():
+        per_rank = math.ceil(shape.numel() / len(flats))
+        tensors.append(TensorPieces(name, tuple(shape), slices(flats, offset, per_rank, shape.numel())))
+        offset += per_rank
     return tensors
 
 
@@ -100,14 +168,11 @@ def slices(flats: list[Tensor], offset: int, per_rank: int, numel: int) -> list[
     return [stored(flat, offset, count) for flat, count in zip(flats, counts) if count]
 
 
-def partitioned_by_group(groups: list[dict[str, torch.Size]], optimizers: list[dict[str, Any]]) -> list[TensorPieces]:
+def partitioned_by_group(shapes: dict[str, torch.Size], flats: list[Tensor], paddings: list[int]) -> list[TensorPieces]:
     """Stages 1 and 2: a group's tensors follow one another in one long vector, which the ranks hold in equal parts."""
-    tensors = []
-    for group, shapes in enumerate(groups):
-        flats = [optimizer["single_partition_of_fp32_groups"][group] for optimizer in optimizers]
-        vector = [stored(flat, 0, flat.numel()) for flat in flats]
-        offset = 0
-        for name, shape in shapes.items():
-            tensors.append(TensorPieces(name, tuple(shape), between(vector, offset, offset + shape.numel())))
-            offset += shape.numel()
+    vector = [stored(flat, 0, flat.numel()) for flat in flats]
+    tensors, offset = [], 0
+    for (name, shape), padding in zip(shapes.items(), paddings):
+        tensors.append(TensorPieces(name, tuple(shape), between(vector, offset, offset + shape.numel())))
+        offset += shape.numel() + padding
     return tensors
