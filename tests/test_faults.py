@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_comes_to_the_same_weights(assets: Assets, tmp_path
 @pytest.mark.parametrize("in_background", ["true", "false"])
 def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, in_background: str) -> None:
     """One checkpoint fits: the second is not written, the first stays, training goes on to its end, which then fails."""
-    subprocess.run(["mount", "-o", "remount,size=3m", small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
     own = dict(max_train_steps=4, checkpointing_steps=2, save_in_background=in_background)
     done = launch(2, "ds_flux", "train", *assets.flags(small_disk / "run", **own))
     assert len(metrics(small_disk / "run")) == 4
@@ -99,9 +99,9 @@ def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, 
 def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
     """`save` goes on, `stop` ends the run with status 0 and the command that resumes it; SIGUSR1 to one rank does the same."""
     flags = assets.flags(tmp_path / "run", max_train_steps=400, checkpointing_steps=400, checkpoints_total_limit=9)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/save").touch()
     with started(launch_command(2, "ds_flux", "train", *flags)) as process:
+        wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
+        (tmp_path / "run/save").touch()
         wait_for(tmp_path / "run", "checkpoint-*/ds_flux.json", process)
         (tmp_path / "run/stop").touch()
         _, errors = process.communicate(timeout=120)
