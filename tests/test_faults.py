@@ -5,10 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from ds_flux.data.cache import LatentCache
-from ds_flux.data.store import Store
 from tests.benchmarks import kills
 from tests.conftest import Assets
 from tests.distributed import launch, launch_command, metrics, run_jobs
@@ -16,6 +13,7 @@ from tests.test_caching_ends import started, wait_for
 from tests.test_engines import rank_process
 
 STAGES = {"0": (0, False), "1": (1, False), "2": (2, True), "3": (3, False), "3 offload": (3, True)}
+PRECISIONS = ("no", "bf16")
 BAD = 5  # the sample whose latents are not finite
 
 
@@ -24,23 +22,14 @@ def poisoned(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the latents of one image are not finite, and runs at every stage that meet it on one of two ranks."""
     folder = tmp_path_factory.mktemp("poisoned")
     own = dict(cache_latents="true", cache_dir=folder / "cache", center_crop="true", random_flip=None, train_batch_size=4)
-    fills = [{"max_train_steps": 1, "mixed_precision": precision} for precision in ("no", "bf16")]
-    run_jobs(1, [assets.flags(folder / f"fill {number}", **{**own, **fill}) for number, fill in enumerate(fills)], folder)
-    poison(folder / "cache", [BAD])
+    fills = [
+        assets.flags(folder / f"fill {one}", **{**own, "mixed_precision": one, "max_train_steps": 1}) for one in PRECISIONS
+    ]
+    run_jobs(1, [*fills, *({"function": "tests.workers:poison", "args": [fill, [BAD]]} for fill in fills)], folder)
     runs = {name: assets.ds_config(stage, offload) for name, (stage, offload) in STAGES.items()}
     jobs = [assets.flags(folder / name, **own, deepspeed_config=path) for name, path in runs.items()]
     run_jobs(2, [*jobs, assets.flags(folder / "bf16", **{**own, "mixed_precision": "bf16"})], folder)
     return folder
-
-
-def poison(cache: Path, samples: list[int]) -> None:
-    """Newer records of samples, with the fingerprints that they have, which are not finite."""
-    for folder in cache.glob("latents-*"):
-        store = Store(folder)
-        with store.writer("poison") as writer:
-            for sample in samples:
-                nan = torch.full_like(LatentCache(store).read((sample, 0))[0][0], torch.nan)
-                LatentCache(store).write(writer, (sample, 0), store.fingerprint(str(sample)), [nan], None, None)
 
 
 @pytest.mark.parametrize("name", [*STAGES, "bf16"])
@@ -59,8 +48,9 @@ def test_a_step_that_is_not_finite_is_not_taken(poisoned: Path, name: str) -> No
 
 def test_steps_that_are_never_finite_end_the_run(poisoned: Path, assets: Assets, tmp_path: Path) -> None:
     own = dict(cache_latents="true", cache_dir=poisoned / "cache", center_crop="true", random_flip=None, max_skipped_steps=2)
-    poison(poisoned / "cache", list(range(24)))
-    done = launch(2, "ds_flux", "train", *assets.flags(tmp_path / "run", **own))
+    flags = assets.flags(tmp_path / "run", **own)
+    run_jobs(1, [{"function": "tests.workers:poison", "args": [flags, list(range(24))]}], tmp_path)
+    done = launch(2, "ds_flux", "train", *flags)
     lines = [line for line in done.stderr.splitlines() if line.startswith("ds-flux:")]
     assert any("step 1 was not taken: the loss is nan (not finite for row" in line and "and 3 more" in line for line in lines)
     assert (
