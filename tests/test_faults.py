@@ -1,5 +1,6 @@
 """What clusters do to a run: losses that are not finite, signals, requests by file, ranks that fail alone."""
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -106,3 +107,27 @@ def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
         rank_process(process, 1).send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped by SIGUSR1 after step" in errors
+
+
+@pytest.mark.parametrize(("kind", "message"), [("memory", "rank 1 ran out of memory"), ("bug", "a fault of the program")])
+def test_a_rank_that_fails_alone_ends_all(assets: Assets, tmp_path: Path, kind: str, message: str) -> None:
+    """With its own words; where it is memory, with what to do."""
+    job = {"function": "tests.workers:fails_alone", "args": [assets.flags(tmp_path / "run"), kind]}
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+    done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"), timeout_s=120)
+    assert done.returncode != 0 and message in done.stderr, done.stderr[-3000:]
+    if kind == "memory":
+        assert "Traceback" not in done.stderr and "--gradient_checkpointing" in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_answers_no_longer_is_named(assets: Assets, tmp_path: Path, number: int) -> None:
+    flags = assets.flags(tmp_path / "run", max_train_steps=4000, timeout_s=5)
+    with started(launch_command(2, "ds_flux", "train", *flags)) as process:
+        wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
+        rank_process(process, 1).send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "ds-flux: error: rank 1 of 2 does not answer any more" in errors, errors[-3000:]
+    assert "Traceback" not in errors

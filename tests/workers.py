@@ -191,3 +191,26 @@ def poison(argv: list[str], samples: list[int]) -> None:
         for key in [(sample, 0) for sample in samples]:
             nan = torch.full_like(cache.read(key)[0][0], torch.nan)
             cache.write(writer, key, pictures.fingerprint(key), [nan], None, None)
+
+
+def fails_alone(argv: list[str], kind: str) -> None:
+    """`ds-flux train`, in whose second step the last rank fails."""
+    import os
+    import sys
+
+    from ds_flux import __main__ as command_line
+    from ds_flux.objective import Objective
+
+    calls, loss = [], Objective.loss
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] != "0":
+            if kind == "memory":
+                torch.empty(1 << 50)
+            raise ZeroDivisionError("a fault of the program")
+        return loss(self, *arguments)
+
+    Objective.loss = failing
+    sys.argv = ["ds-flux", "train", *argv]
+    command_line.run()
