@@ -82,7 +82,7 @@ def explained(error: Exception, heart: Heart, timeout_s: int) -> Exception:
         if silent:
             ranks = ", ".join(map(str, silent))
             return LoneError(
-                f"rank {ranks} of {runtime.world_size()} does not answer any more: it was killed, stopped or cut off (collectives "
+                f"rank {ranks} of {runtime.world_size()} does not answer any more: killed, stopped or cut off (collectives "
                 f"wait --timeout_s {timeout_s}); go on from the last checkpoint with --resume_from_checkpoint latest"
             )
     return error
