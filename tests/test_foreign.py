@@ -79,6 +79,7 @@ DAMAGES = {
     "split": "only what ZeRO alone has split",
     "code": f"{OPTIMIZER} is refused: it asks for posix.system",
     "code in a model": f"{MODEL} is refused: it asks for posix.system",
+    "odd": "no checkpoint in a form of DeepSpeed's",
     "a list": f"{MODEL} is no checkpoint file of DeepSpeed",
     "no config": "say --config",
     "config of another": "is of a UNet: expected one of FluxTransformer2DModel",
@@ -117,6 +118,9 @@ def test_names_what_is_wrong(assets: Assets, folder: Path, tmp_path: Path, run_m
             torch.save(
                 {"optimizer_state_dict": {}, "module": {}, "x": Evil(tmp_path / "ran")}, optimizer if kind == "code" else model
             )
+        case "odd":
+            for path in place.glob("*optim_states.pt"):
+                torch.save({"optimizer_state_dict": {"zero_stage": 3}}, path)
         case "a list":
             torch.save([1], model)
         case "config of another":
@@ -170,6 +174,8 @@ def test_resume_runs_no_code(assets: Assets, folder: Path, tmp_path: Path, run_m
     (checkpoint / "ds_flux.json").write_text(json.dumps(manifest))
     if victim == "foreign":
         (checkpoint / "ds_flux.json").unlink()
+    done = run_main("consolidate", checkpoint, tmp_path / "out", *(("--config", assets.model) if victim == "foreign" else ()))
+    assert (done.status, f"{path} is refused: it asks for posix.system" in done.errors) == (2, True), done.errors
     done = run_main("train", *assets.flags(tmp_path / "run", resume_from_checkpoint=checkpoint))
     said = [line for line in done.errors.splitlines() if line.startswith("ds-flux: error")]
     assert (done.status, len(said)) == (2, 1), done.errors

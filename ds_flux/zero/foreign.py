@@ -55,12 +55,23 @@ def read(folder: Path) -> list[TensorPieces]:
             code; or the model was split over processes in another way than ZeRO's.
     """
     check_not_split(folder)
+    try:
+        return read_files(folder)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # other versions, or something else
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder} is no checkpoint in a form of DeepSpeed's that is known here ({what})") from None
+
+
+def read_files(folder: Path) -> list[TensorPieces]:
+    """As `read`, of files that have the form DeepSpeed gives them."""
     models = [open_file(folder / name) for name in names_in(folder) if "model_states" in name]
     optimizers = [open_file(folder / name) for name in names_in(folder) if "optim_states" in name]
     stage = stage_of(folder, models, optimizers)
     models = [file for file in models if (file.rank is None) == (stage < 3)]
     if stage > 0:
         check_whole(folder, stage, models, optimizers)
+    elif not models:
+        raise UserError(f"{folder} has no weights: there is no mp_rank_00_model_states.pt, and no optimizer was saved")
     used = models + (optimizers if stage > 0 else [])
     tensors = read_checkpoint(folder, manifest_of(stage, used))
     held = {tensor.name for tensor in tensors}
