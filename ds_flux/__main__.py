@@ -1,6 +1,6 @@
 """The command line: `ds-flux COMMAND ...`, or `deepspeed --module ds_flux COMMAND ...`.
 
-Each command imports what it needs and no more: consolidate starts without DeepSpeed and diffusers.
+Each command imports what it needs and no more: consolidate starts without DeepSpeed and diffusers, checkpoint without torch.
 """
 
 import os
@@ -32,6 +32,13 @@ def consolidate(argv: list[str]) -> int:
     from ds_flux import consolidate as module
 
     return module.main(argv)
+
+
+def checkpoint(argv: list[str]) -> int:
+    """list, verify or prune the checkpoints of a run"""
+    from ds_flux import keep
+
+    return keep.main(argv)
 
 
 def precompute(argv: list[str]) -> int:
@@ -82,7 +89,7 @@ def demo(argv: list[str]) -> int:
     return module.main(argv)
 
 
-COMMANDS = {command.__name__: command for command in (train, precompute, consolidate, sample, doctor, demo)}
+COMMANDS = {command.__name__: command for command in (train, precompute, checkpoint, consolidate, sample, doctor, demo)}
 
 
 def usage() -> str:

@@ -38,6 +38,7 @@ from ds_flux.manifest import (
     write_atomically,
 )
 from ds_flux.zero import elastic
+from ds_flux.zero import files as rank_files
 
 Files = dict[str, Any]  # {name in the checkpoint: what `torch.save` writes}
 
@@ -280,7 +281,14 @@ def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
 
     Args:
         manifest: the checkpoint's.
+
+    Raises:
+        UserError: a file carries code, or the layouts do not go together.
     """
+    with runtime.together("looking into the checkpoint"):
+        pickles = {name: size for name, size in sizes(folder).items() if name.endswith(".pt")}
+        for name in dealt(pickles, runtime.rank(), runtime.world_size()):
+            rank_files.load(folder / name)  # DeepSpeed's reader would name neither the file nor what is wrong with it
     layout = runtime.on_main(lambda: elastic.layout_of_files(folder, manifest), "reading the checkpoint")
     here = elastic.layout_of(engine)
     # at stage 0 there is one file for all ranks

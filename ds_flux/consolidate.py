@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 from jsonargparse import ArgumentParser
 
-from ds_flux import UserError, export, lora, merge
+from ds_flux import UserError, compare, export, foreign, lora, merge
 from ds_flux.export import Format, Lora
 from ds_flux.flags import parse
 from ds_flux.manifest import MANIFEST, find, read_manifest
 from ds_flux.streaming import TensorPieces, write_files, write_shards
+from ds_flux.zero import foreign as foreign_files
 from ds_flux.zero.files import read_checkpoint
 
 ORIGINAL_FILE = "transformer.safetensors"  # not the name that from_pretrained looks for: these are not its keys
@@ -37,6 +38,11 @@ class ConsolidateConfig:
     """of the tensors written"""
     max_shard_size: str = "10GB"
     """largest weight file, e.g. 5GB or 500MB, where --format has more than one"""
+    config: str | None = None
+    """CHECKPOINT is of plain DeepSpeed, or of accelerate with it: which transformer it is of, as the folder of one in
+    diffusers' layout, of a model, or a config.json"""
+    verify: str | None = None
+    """folder of a transformer or model; what was written must have its names, shapes and dtypes, and finite values"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,25 +64,48 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=str, help="folder to write; it must not exist")
     parser.add_class_arguments(ConsolidateConfig)
     settings = parse(parser, argv)
-    folder = find_checkpoint(Path(settings.checkpoint))
+    config, verify = (None if path is None else Path(path) for path in (settings.config, settings.verify))
+    folder = find_checkpoint(Path(settings.checkpoint), config)
+    expected = {} if verify is None else expected_of(verify, folder, settings)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.dtype]
     base = None if settings.merge_lora is None else Path(settings.merge_lora)
     max_shard_bytes = parse_size(settings.max_shard_size)
-    written = consolidate(folder, Path(settings.out), dtype, max_shard_bytes, form=settings.format, base=base)
+    written = consolidate(folder, Path(settings.out), dtype, max_shard_bytes, form=settings.format, base=base, config=config)
     print(f"{folder} -> {', '.join(map(str, written[:3]))}{' ...' if len(written) > 3 else ''}")
+    if verify is not None:
+        print(compare.check(Path(settings.out), verify, expected))
     return 0
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the latest one of a run's folder; or a LoRA file that was written from one."""
+def find_checkpoint(path: Path, config: Path | None = None) -> Path:
+    """The checkpoint itself, or the latest one of a run's folder; or a LoRA file that was written from one.
+
+    Args:
+        config: says that the checkpoint is of plain DeepSpeed or accelerate.
+    """
     if is_lora_file(path):
         return path
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     found = path if (path / MANIFEST).exists() else find(path)
-    if found is None:
-        raise UserError(f"{path} is no checkpoint and has none in it: there is no {MANIFEST}")
-    return found
+    others = foreign_files.find(path) if found is None else None
+    if found is not None and config is not None:
+        raise UserError(f"--config has no effect: {found} says in its {MANIFEST} which transformer it is of")
+    if others is not None and config is None:
+        raise UserError(f"{others} has no {MANIFEST}: if DeepSpeed or accelerate wrote it, say --config TRANSFORMER")
+    if found is None and others is None:
+        raise UserError(f"{path} is no checkpoint and has none in it: there is no {MANIFEST}, nor files of DeepSpeed's")
+    return found or others
+
+
+def expected_of(base: Path, folder: Path, settings: Any) -> compare.Headers:
+    """What --verify is to find.  Raises UserError where there is no base, or nothing that could be like it."""
+    if settings.format != "diffusers":
+        raise UserError(f"--verify compares with diffusers' layout, which --format {settings.format} does not write")
+    is_ours = settings.config is None and not is_lora_file(folder)
+    if is_ours and settings.merge_lora is None and read_manifest(folder).lora is not None:
+        raise UserError("--verify compares all weights: the checkpoint is of a LoRA, give --merge_lora BASE as well")
+    return compare.headers(base)
 
 
 def is_lora_file(path: Path) -> bool:
@@ -105,6 +134,7 @@ def consolidate(
     *,
     form: Format = "diffusers",
     base: Path | None = None,
+    config: Path | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint to folder `out`, complete or not at all.
 
@@ -113,13 +143,14 @@ def consolidate(
 
     Args:
         base: the base that a LoRA is to be merged into.
+        config: of the transformer, where the checkpoint has no manifest.
 
     Raises:
         UserError: the checkpoint is not whole, a LoRA does not fit its base, the format has no such file, or `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or choose another name")
-    contents = read(folder)
+    contents = read(folder) if config is None else read_foreign(folder, config)
     if base is not None:
         contents = merge_into(base, contents)
     tensors = named(contents, form)
@@ -152,6 +183,15 @@ def read(path: Path) -> Contents:
         weights=tensors if manifest.lora is None else [],
         adapters=None if manifest.lora is None else export.lora_of(tensors, float(manifest.lora["alpha"])),
     )
+
+
+def read_foreign(folder: Path, config: Path) -> Contents:
+    """What a checkpoint of plain DeepSpeed, or of accelerate with it, holds of a transformer; says what else it does."""
+    transformer_class, transformer_config = foreign.read_config(config)
+    tensors, others = foreign.transformers_own(foreign_files.read(folder), folder)
+    if others:
+        print(f"{folder}: {len(others)} tensors are not the transformer's and left out: {', '.join(others[:3])}")
+    return Contents(transformer_class=transformer_class, transformer_config=transformer_config, weights=tensors)
 
 
 def merge_into(base: Path, contents: Contents) -> Contents:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, set_parsing_settings
 
 from ds_flux import UserError
 
@@ -29,7 +29,7 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Any:
         if argument.startswith("--"):
             check_known([argument[2:].split("=")[0].split("+")[0]], flags, "flag", "--")
     try:
-        for path in values_of(argv, "--config"):
+        for path in values_of(argv, "--config") if isinstance(flags.get("config"), ActionConfigFile) else ():
             settings = read_yaml(path)
             for name in OTHER_NAMES.keys() & settings.keys():
                 ours, value = OTHER_NAMES[name]

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,19 +92,30 @@ def find(output_dir: Path) -> Path | None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there and of their sizes.  Raises UserError otherwise."""
+    manifest = parse_manifest(folder)
+    for what in lacking(folder, manifest):
+        raise UserError(f"{folder} is not whole: {what}")
+    return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, whole or not.  Raises UserError where there is none, or another thing."""
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not whole: {MANIFEST} is missing")
     try:
-        manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
+
+
+def lacking(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What a checkpoint's files lack by their sizes; nothing of them is read."""
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{folder} is not whole: {name} is missing")
-        if path.stat().st_size != size:
-            raise UserError(f"{folder} is not whole: {name} has {path.stat().st_size} bytes, {size} were written")
-    return manifest
+            yield f"{name} is missing"
+        elif path.stat().st_size != size:
+            yield f"{name} has {path.stat().st_size} bytes, {size} were written"
 
 
 def dealt(files: dict[str, int], part: int, num_parts: int) -> list[str]:
@@ -112,19 +123,20 @@ def dealt(files: dict[str, int], part: int, num_parts: int) -> list[str]:
     return sorted(files, key=lambda name: (files[name], name))[part::num_parts]
 
 
-def checksum(path: Path) -> str:
-    """The CRC-32 of a file, read a piece at a time."""
+def checksum(path: Path, on_read: Callable[[int], object] = int) -> str:
+    """The CRC-32 of a file, read a piece at a time; `on_read` is told the bytes of each."""
     value = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
             value = zlib.crc32(piece, value)
+            on_read(len(piece))
     return f"{value:08x}"
 
 
-def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str], on_read: Callable[[int], object] = int) -> None:
     """Raises UserError unless these files hold what was written; those without a checksum pass."""
     for name in names:
-        if manifest.checksums.get(name, "") not in ("", checksum(folder / name)):
+        if manifest.checksums.get(name, "") not in ("", checksum(folder / name, on_read)):
             raise UserError(f"{folder} is not whole: {name} does not hold what was written (its checksum differs)")
 
 

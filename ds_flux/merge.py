@@ -13,29 +13,40 @@ from ds_flux.streaming import TensorPieces, computed, in_memory, rows, whole
 WEIGHTS_NAME = "diffusion_pytorch_model"
 
 
-def read_base(path: Path) -> tuple[str, dict[str, Any], list[TensorPieces]]:
+def read_base(path: Path, flag: str = "--merge_lora") -> tuple[str, dict[str, Any], list[TensorPieces]]:
     """The class name, config and tensors of a transformer in diffusers' layout, or of the one in a model folder.
 
     Raises:
-        UserError: there is none, or a file is missing or cut short.
+        UserError: there is none, or a file is missing or cut short; `flag` is what gave the path.
     """
-    folder = path / "transformer" if (path / "transformer").is_dir() else path
-    config_file, index = folder / "config.json", folder / f"{WEIGHTS_NAME}.safetensors.index.json"
-    if not config_file.is_file():
-        raise UserError(
-            f"--merge_lora {path}: neither a transformer in diffusers' layout nor a folder with one: no config.json"
-        )
-    names = [f"{WEIGHTS_NAME}.safetensors"]
+    files = weight_files(path, flag)
     try:
-        stored = json.loads(config_file.read_text())
+        stored = json.loads((transformer_folder(path) / "config.json").read_text())
         transformer_class = stored["_class_name"]
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        tensors = [tensor for name in names for tensor in read_file(folder / name)]
+        tensors = [tensor for file in files for tensor in read_file(file)]
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise UserError(f"--merge_lora {path} cannot be read: {error}") from None
+        raise UserError(f"{flag} {path} cannot be read: {error}") from None
     config = {key: value for key, value in stored.items() if not key.startswith("_")}
     return transformer_class, config, tensors
+
+
+def transformer_folder(path: Path) -> Path:
+    """The path itself, or the transformer's folder in a model's."""
+    return path / "transformer" if (path / "transformer").is_dir() else path
+
+
+def weight_files(path: Path, flag: str) -> list[Path]:
+    """The weight files of a transformer in diffusers' layout, by its index where it has one.  Raises as read_base."""
+    folder = transformer_folder(path)
+    index = folder / f"{WEIGHTS_NAME}.safetensors.index.json"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{flag} {path}: neither a transformer in diffusers' layout nor a folder with one: no config.json")
+    if not index.is_file():
+        return [folder / f"{WEIGHTS_NAME}.safetensors"]
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{flag} {index} cannot be read: {error}") from None
 
 
 def read_file(path: Path) -> list[TensorPieces]:

@@ -86,7 +86,7 @@ def test_shipped_deepspeed_configs_are_right(path: Path) -> None:
     final = ds_config.train_config(str(path), optim, train, True, 8, SIZE)
     assert final["gradient_clipping"] == 0.3
     assert (final["train_batch_size"], final["train_micro_batch_size_per_gpu"]) == (48, 2)
-    assert final["bf16"] == {"enabled": True}
+    assert final["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert final["optimizer"]["params"]["lr"] == 2e-4
     assert ("fused" in final["optimizer"]["params"]) == ("offload" not in path.name)
     assert "auto" not in json.dumps(final)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
     ["flags", "commands"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests", "failures"],
+    ["requests", "failures", "keep"],
     [
         "families.spelling",
         "families.spec",
@@ -46,10 +46,12 @@ FLOORS = [
         "zero.weights",
         "zero.engines",
         "zero.files",
+        "zero.foreign",
         "zero.elastic",
         "lora",
     ],
-    ["models", "conditioning", "denoiser", "export", "merge"],
+    ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
+    ["compare"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
     ["run", "rolling"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],

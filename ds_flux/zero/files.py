@@ -5,6 +5,8 @@ may be in them (torch's weights_only).
 """
 
 import math
+import pickle
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_flux import UserError
 from ds_flux.manifest import Manifest
 from ds_flux.streaming import Piece, TensorPieces, between, stored, whole
 
@@ -43,9 +46,20 @@ STAND_INS: list[Any] = [
 
 
 def load(path: Path) -> Any:
-    """A file of a rank, its tensors memory-mapped, with nothing but tensors and the stand-ins allowed in it."""
-    with torch.serialization.safe_globals(STAND_INS):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    """A file of a rank, its tensors memory-mapped, with nothing but tensors and the stand-ins allowed in it.
+
+    Raises:
+        UserError: something else is in it, which might run code; or it is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals(STAND_INS):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # noqa: BLE001  (a damaged pickle raises whatever its bytes lead to)
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if refused:
+            raise UserError(f"{path} is refused: it asks for {refused[1]}, and files may hold tensors only, not code") from None
+        reason = "no zip archive of torch.save" if "mmap can only" in str(error) else str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be read: {reason or type(error).__name__}") from None
 
 
 def read_checkpoint(folder: Path, manifest: Manifest) -> list[TensorPieces]:
