@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -33,8 +34,14 @@ from ds_flux.manifest import (
 from ds_flux.zero import elastic
 
 
-def save(engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_limit: int | None) -> Path:
-    """Write a checkpoint, complete or not at all; then drop the oldest beyond `total_limit`.  A collective."""
+def save(
+    engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_limit: int | None, more: dict[str, Any] | None = None
+) -> Path:
+    """Write a checkpoint, complete or not at all; then drop the oldest beyond `total_limit`.  A collective.
+
+    Args:
+        more: {file: what torch is to save in it} of this rank, beside DeepSpeed's.
+    """
     final = output_dir / f"checkpoint-{manifest.step}"
     partial = final.with_name(final.name + ".partial")
     runtime.on_main(lambda: remove(partial), "clearing a torn checkpoint")
@@ -45,6 +52,9 @@ def save(engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_li
         save_latest=False,
         exclude_frozen_parameters=manifest.lora is not None,
     )
+    with runtime.together("writing the checkpoint"):
+        for name, content in (more or {}).items():
+            torch.save(content, partial / name)
     files = runtime.on_main(lambda: sizes(partial), "listing the checkpoint")
     with runtime.together("reading the checkpoint back"):
         mine = [(name, checksum(partial / name)) for name in dealt(files, runtime.rank(), runtime.world_size())]

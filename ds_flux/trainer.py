@@ -49,6 +49,8 @@ def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
     is_skipped = not math.isfinite(figures["loss"]) or not math.isfinite(grad_norm)
     if is_skipped:
         name_what_is_not_finite(run, raws, of_samples, figures["loss"], grad_norm)
+    elif run.ema:
+        run.ema.update()
     return {**figures, "lr": lr, "grad_norm": grad_norm, "skipped": is_skipped}
 
 
@@ -131,7 +133,8 @@ def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> 
     if isinstance(run.schedule, StreamSchedule):
         stream = run.schedule.record(runtime.gathered(list(batches.positions.items())))
     manifest = replace(run.manifest, step=step, stream=stream)
-    return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit)
+    more = run.ema.contents() if run.ema else None
+    return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit, more)
 
 
 def answer(run: Run, output_dir: Path, step: int, batches: Batches, request: Request) -> None:
