@@ -1,13 +1,16 @@
 """Save, load and rotate checkpoints: DeepSpeed's own files, plus a manifest that makes one complete.
 
-A checkpoint is complete or absent: DeepSpeed writes into `checkpoint-N.partial`; then come the manifest, the real name,
-`latest`, and last the deletion of the oldest.
+A checkpoint is complete or absent: the ranks' files are written into `checkpoint-N.partial`; then come the manifest, the real
+name, `latest`, and last the deletion of the oldest.  All but a copy of the ranks' shards in host memory is done in the
+background, while training goes on.
 """
 
+import copy
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,9 +18,12 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ds_flux import UserError, runtime
 from ds_flux.manifest import (
@@ -33,34 +39,188 @@ from ds_flux.manifest import (
 )
 from ds_flux.zero import elastic
 
+Files = dict[str, Any]  # {name in the checkpoint: what `torch.save` writes}
 
-def save(
-    engine: DeepSpeedEngine, output_dir: Path, manifest: Manifest, total_limit: int | None, more: dict[str, Any] | None = None
-) -> Path:
-    """Write a checkpoint, complete or not at all; then drop the oldest beyond `total_limit`.  A collective.
 
-    Args:
-        more: {file: what torch is to save in it} of this rank, beside DeepSpeed's.
+class Collector(CheckpointEngine):
+    """Stands where DeepSpeed writes its files, and keeps what it would write.  Nothing is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: Files = {}
+
+    def create(self, info: Any) -> None:
+        """The folder is there already."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """The same."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """A file of this rank."""
+        self.files[Path(path).name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Not used."""
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> None:
+        """Left to `publish`."""
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time.  A save that fails leaves the ones before it, and training goes on.
+
+    All methods are collectives.
     """
-    final = output_dir / f"checkpoint-{manifest.step}"
-    partial = final.with_name(final.name + ".partial")
-    runtime.on_main(lambda: remove(partial), "clearing a torn checkpoint")
-    engine.save_checkpoint(
-        str(output_dir),
-        tag=partial.name,
-        client_state={"step": manifest.step},
-        save_latest=False,
-        exclude_frozen_parameters=manifest.lora is not None,
-    )
-    with runtime.together("writing the checkpoint"):
-        for name, content in (more or {}).items():
-            torch.save(content, partial / name)
-    files = runtime.on_main(lambda: sizes(partial), "listing the checkpoint")
-    with runtime.together("reading the checkpoint back"):
-        mine = [(name, checksum(partial / name)) for name in dealt(files, runtime.rank(), runtime.world_size())]
-    complete = replace(manifest, files=files, checksums=dict(sorted(runtime.gathered(mine))))
-    runtime.on_main(lambda: publish(partial, final, complete, total_limit), "naming the checkpoint")
-    return final
+
+    def __init__(self, output_dir: Path, total_limit: int | None, in_background: bool):
+        self.output_dir, self.total_limit, self.in_background = output_dir, total_limit, in_background
+        self.thread = ThreadPoolExecutor(1)
+        self.writing: tuple[Manifest, Future] | None = None
+        self.failure: str | None = None
+        """why the last checkpoint could not be written"""
+
+    def save(self, engine: DeepSpeedEngine, manifest: Manifest, more: Files | None = None) -> None:
+        """Begin a checkpoint, once the one before it is done; `more` are files of this rank beside DeepSpeed's."""
+        self.finish()
+        partial = self.partial(manifest)
+        try:
+            runtime.on_main(lambda: make_anew(partial), f"making {partial.name}")
+            files = collect(engine, partial, manifest) | (more or {})
+            self.look_for_room(files)
+        except (UserError, RuntimeError) as error:
+            self.failed(manifest, str(error))
+            return
+        if self.in_background and fits_memory(files):
+            self.writing = manifest, self.thread.submit(write, snapshot(files), partial)
+            return
+        self.writing = manifest, self.thread.submit(write, files, partial)
+        self.finish()
+
+    def partial(self, manifest: Manifest) -> Path:
+        """Where it is written."""
+        return self.output_dir / f"checkpoint-{manifest.step}.partial"
+
+    def look_for_room(self, files: Files) -> None:
+        """Raises UserError where the disk cannot hold the files of all ranks."""
+        needed = int(runtime.all_reduce_sum(torch.tensor([float(num_bytes(files))], dtype=torch.float64))[0])
+        free = runtime.on_main(lambda: shutil.disk_usage(self.output_dir).free, "looking for room")
+        if free < needed:
+            raise UserError(f"it takes {needed / 2**30:.3g} GiB and {self.output_dir} has {free / 2**30:.3g} left")
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is being written, if all ranks have written their files."""
+        if self.writing and not runtime.any_rank(not self.writing[1].done()):
+            self.complete()
+
+    def finish(self) -> None:
+        """Wait for it."""
+        if self.writing:
+            self.complete()
+
+    def complete(self) -> None:
+        """Name what was written, or tell why it could not be."""
+        (manifest, future), self.writing = self.writing, None  # type: ignore[misc]
+        partial = self.partial(manifest)
+        try:
+            with runtime.together(f"writing {partial.name}"):
+                mine = future.result()
+            whole = dict(sorted(entry for of_rank in runtime.gathered([mine]) for entry in of_rank.items()))
+            runtime.on_main(lambda: publish(partial, with_files(manifest, partial, whole), self.total_limit), "naming it")
+            self.failure = None
+        except (UserError, RuntimeError) as error:
+            self.failed(manifest, str(error))
+
+    def failed(self, manifest: Manifest, reason: str) -> None:
+        """Remove what there is of it."""
+        runtime.on_main(lambda: shutil.rmtree(self.partial(manifest), ignore_errors=True), "removing it")
+        self.failure = f"checkpoint-{manifest.step} could not be written: {reason}"
+        runtime.log(f"{self.failure}; training goes on, and the checkpoints before it stay")
+
+    def close(self) -> None:
+        """Wait, and end.  Raises UserError if the last checkpoint could not be written."""
+        self.finish()
+        self.thread.shutdown()
+        if self.failure:
+            raise UserError(self.failure)
+
+
+def make_anew(partial: Path) -> None:
+    """An empty folder, in which a file can be written."""
+    try:
+        remove(partial)
+        partial.mkdir(parents=True)
+        (partial / "try").touch()
+        (partial / "try").unlink()
+    except OSError as error:
+        raise UserError(f"{partial.parent} cannot be written: {error.strerror}") from None
+
+
+def collect(engine: DeepSpeedEngine, partial: Path, manifest: Manifest) -> Files:
+    """This rank's files as DeepSpeed would write them; their tensors are the engine's own.  A collective."""
+    collector, before = Collector(), engine.checkpoint_engine
+    engine.checkpoint_engine = collector
+    try:
+        engine.save_checkpoint(
+            str(partial.parent),
+            tag=partial.name,
+            client_state={"step": manifest.step},
+            save_latest=False,
+            exclude_frozen_parameters=manifest.lora is not None,
+        )
+    finally:
+        engine.checkpoint_engine = before
+    return collector.files
+
+
+def num_bytes(files: Files) -> int:
+    """Of all tensors."""
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(files) if isinstance(leaf, Tensor))
+
+
+def fits_memory(files: Files) -> bool:
+    """Whether every node has memory for copies of all its ranks' files.  A collective."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size()))
+    return not runtime.any_rank(num_bytes(files) * local_ranks > available / 2)
+
+
+def snapshot(value: Any) -> Any:
+    """A copy in host memory, which later steps do not change."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # of its own kind
+        copied.update({key: snapshot(item) for key, item in value.items()})
+        return copied
+    return type(value)(map(snapshot, value)) if type(value) in (list, tuple) else copy.deepcopy(value)
+
+
+def write(files: Files, partial: Path) -> dict[str, str]:
+    """Write this rank's files and flush them to the disk; {name: checksum}.
+
+    Raises:
+        UserError: the disk is full, or cannot be written.
+    """
+    checksums = {}
+    try:
+        for name, content in files.items():
+            with (partial / name).open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            checksums[name] = checksum(partial / name)
+    except (OSError, RuntimeError) as error:  # the latter is what torch makes of a disk that is full
+        raise UserError(f"{partial.parent}: {error.strerror if isinstance(error, OSError) else error}") from None
+    return checksums
+
+
+def with_files(manifest: Manifest, partial: Path, checksums: dict[str, str]) -> Manifest:
+    """The manifest of what is in the folder now."""
+    files = sizes(partial)
+    others = {name: checksum(partial / name) for name in files.keys() - checksums.keys()}  # what is copied from NVMe
+    return replace(manifest, files=files, checksums={**checksums, **others})
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -68,8 +228,9 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def publish(partial: Path, final: Path, manifest: Manifest, total_limit: int | None) -> None:
-    """The steps after DeepSpeed's files are written; on rank 0."""
+def publish(partial: Path, manifest: Manifest, total_limit: int | None) -> None:
+    """The steps after the ranks' files are written; on rank 0."""
+    final = partial.with_suffix("")
     write_atomically(partial / MANIFEST, json.dumps(asdict(manifest), indent=2, default=list))
     remove(final)  # of an earlier run that went further than the checkpoint this one resumed from
     partial.rename(final)

@@ -252,6 +252,8 @@ class CheckpointConfig:
     """optimizer steps between checkpoints; the last step always has one"""
     checkpoints_total_limit: int | None = None
     """keep only this many, the newest; default: all"""
+    save_in_background: bool = True
+    """copy each rank's part to host memory and write it while training goes on, where there is memory for it"""
     resume_from_checkpoint: str | None = None
     """latest, or the path of a checkpoint folder; default: start anew"""
 

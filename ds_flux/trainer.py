@@ -15,7 +15,7 @@ from ds_flux import UserError, checkpoint, rolling, runtime
 from ds_flux.config import Config
 from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
-from ds_flux.manifest import MANIFEST, write_atomically
+from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
@@ -90,13 +90,20 @@ def train(config: Config) -> None:
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    saver = make_saver(run)
     with Requests(output_dir) as requests, closing(writer):
-        loop(run, output_dir, writer, requests)
+        loop(run, saver, writer, requests)
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
 
 
-def loop(run: Run, output_dir: Path, writer: MetricsWriter, requests: Requests) -> None:
+def make_saver(run: Run) -> checkpoint.Saver:
+    """What writes the run's checkpoints."""
+    config = run.config.checkpoint
+    return checkpoint.Saver(Path(run.config.run.output_dir), config.checkpoints_total_limit, config.save_in_background)
+
+
+def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> None:
     """Step after step, to the last one or until it is asked to stop."""
     steps, num_skipped = (run.first_step, run.last_step), 0
     is_asked = lambda: requests.number != 0  # noqa: E731
@@ -105,20 +112,22 @@ def loop(run: Run, output_dir: Path, writer: MetricsWriter, requests: Requests) 
         batches = Batches(run.samples, window.micro_batches)
         for step in window.steps:
             if request := requests.agreed():
-                answer(run, output_dir, step - 1, batches, request)
+                answer(run, saver, step - 1, batches, request)
                 if request.stops:
                     return
+            saver.poll()
             figures = train_step(run, batches)
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
             writer.write(step, figures | memory_peaks())
             if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-                save_checkpoint(run, output_dir, step, batches)
+                saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
                     f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
                     f"{step - num_skipped}; resume with a lower --learning_rate, or without those samples"
                 )
-    runtime.log(f"done: {run.last_step} steps; {output_dir / f'checkpoint-{run.last_step}'}")
+    saver.close()
+    runtime.log(f"done: {run.last_step} steps; {saver.output_dir / f'checkpoint-{run.last_step}'}")
 
 
 def memory_peaks() -> dict[str, float]:
@@ -127,27 +136,32 @@ def memory_peaks() -> dict[str, float]:
     return dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
 
 
-def save_checkpoint(run: Run, output_dir: Path, step: int, batches: Batches) -> Path:
-    """Write the checkpoint of a finished step.  A collective."""
+def manifest_of(run: Run, step: int, batches: Batches) -> Manifest:
+    """Of a checkpoint behind a finished step.  A collective."""
     stream = None
     if isinstance(run.schedule, StreamSchedule):
         stream = run.schedule.record(runtime.gathered(list(batches.positions.items())))
-    manifest = replace(run.manifest, step=step, stream=stream)
-    more = run.ema.contents() if run.ema else None
-    return checkpoint.save(run.engine, output_dir, manifest, run.config.checkpoint.checkpoints_total_limit, more)
+    return replace(run.manifest, step=step, stream=stream)
 
 
-def answer(run: Run, output_dir: Path, step: int, batches: Batches, request: Request) -> None:
+def ema_files(run: Run) -> checkpoint.Files:
+    """Of this rank."""
+    return run.ema.contents() if run.ema else {}
+
+
+def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, request: Request) -> None:
     """Save what is not saved yet, and say how to go on where the run ends.  A collective."""
-    folder = output_dir / f"checkpoint-{step}"
+    saver.finish()
+    folder = saver.output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
     if step > run.first_step and not is_saved:
-        save_checkpoint(run, output_dir, step, batches)
+        saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
+    if not request.stops:
+        runtime.log(f"asked by {request.reason} after step {step}")
+        return
+    saver.close()
     saved = f"{folder} is saved" if step else "there was no step to save"
-    if request.stops:
-        runtime.log(f"stopped by {request.reason} after step {step}: {saved}; go on with: {command_to_go_on()}")
-    else:
-        runtime.log(f"asked by {request.reason} after step {step}: {saved}")
+    runtime.log(f"stopped by {request.reason} after step {step}: {saved}; go on with: {command_to_go_on()}")
 
 
 def record(run: Run, output_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """What the ranks of test_elastic do: make checkpoints, and go on from those of others in engines that stay alive."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def make(name: str, argv: list[str], output_dir: str, step: int, last: int) -> N
     """Train to `step`, save, train on to `last`; rank 0 keeps what was saved and the figures of the steps after it."""
     run = setup(name, argv)
     steps(run, 0, step)
-    folder = trainer.save_checkpoint(run, Path(output_dir), step)
+    checkpoint.Saver(Path(output_dir), None, in_background=False).save(run.engine, replace(run.manifest, step=step))
+    folder = Path(output_dir) / f"checkpoint-{step}"
     state = whole_state(run)
     figures = steps(run, step, last)
     if runtime.rank() == 0:

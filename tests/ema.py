@@ -1,6 +1,5 @@
 """What the ranks of test_ema do: train with an average of the weights, and follow it in plain torch on whole weights."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +76,10 @@ def follow(argv: list[str], path: str, source: str | None, num_steps: int) -> No
         else:
             expected = {name: decay * expected[name] + (1 - decay) * tensor for name, tensor in whole(run).items()}
     average, said = averages(run)
-    trainer.save_checkpoint(run, Path(run.config.run.output_dir), first + num_steps, batches)
+    manifest = trainer.manifest_of(run, first + num_steps, batches)
+    saver = trainer.make_saver(run)
+    saver.save(run.engine, manifest, trainer.ema_files(run))
+    saver.close()
     if runtime.rank() == 0:
         found = {"is_same": is_same, "skipped": skipped, "expected": expected, "average": average, "velocity": said}
         torch.save(found, path)

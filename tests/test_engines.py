@@ -68,7 +68,7 @@ def test_a_stopped_run_is_saved_and_goes_on(assets: Assets, tmp_path: Path) -> N
     process = start(assets.flags(run, **flags), log)
     wait_until(has_steps(3), process, log)
     rank_process(process, 1).send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert process.wait(timeout=60) == 0
     first = len(metrics(run))
     assert f"stopped by SIGTERM after step {first}: " in log.read_text()
     assert (run / f"checkpoint-{first}/ds_flux.json").exists()

@@ -1,5 +1,7 @@
 """What clusters do to a run: losses that are not finite, signals, requests by file, ranks that fail alone."""
 
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 
 from ds_flux.data.cache import LatentCache
 from ds_flux.data.store import Store
+from tests.benchmarks import kills
 from tests.conftest import Assets
-from tests.distributed import launch, metrics, run_jobs
+from tests.distributed import launch, launch_command, metrics, run_jobs
+from tests.test_caching_ends import started, wait_for
+from tests.test_engines import rank_process
 
 STAGES = {"0": (0, False), "1": (1, False), "2": (2, True), "3": (3, False), "3 offload": (3, True)}
 BAD = 5  # the sample whose latents are not finite
@@ -62,3 +67,52 @@ def test_steps_that_are_never_finite_end_the_run(poisoned: Path, assets: Assets,
         "ds-flux: error: 2 steps in a row were not finite (--max_skipped_steps): the weights are those of step 0" in lines[-1]
     )
     assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_a_run_that_is_killed_comes_to_the_same_weights(assets: Assets, tmp_path: Path) -> None:
+    """Inside saves and between them; the long form is tests/benchmarks/kills.py."""
+    own = dict(max_train_steps=10, checkpointing_steps=2, checkpoints_total_limit=2)
+    flags = {name: assets.flags(tmp_path / name, **own) for name in ("undisturbed", "killed")}
+    kills.survive(flags["undisturbed"], tmp_path / "undisturbed", 0, seed=0)
+    assert sum(kills.survive(flags["killed"], tmp_path / "killed", 3, seed=0).values()) == 3
+    assert kills.weights(tmp_path / "killed", 10) == kills.weights(tmp_path / "undisturbed", 10)
+    left = {path.name for path in (tmp_path / "killed").glob("checkpoint-*")}
+    assert left == {"checkpoint-8", "checkpoint-10"}
+
+
+@pytest.mark.parametrize("in_background", ["true", "false"])
+def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, in_background: str) -> None:
+    """One checkpoint fits: the second is not written, the first stays, training goes on to its end, which then fails."""
+    subprocess.run(["mount", "-o", "remount,size=3m", small_disk], check=True)
+    own = dict(max_train_steps=4, checkpointing_steps=2, save_in_background=in_background)
+    done = launch(2, "ds_flux", "train", *assets.flags(small_disk / "run", **own))
+    assert len(metrics(small_disk / "run")) == 4
+    assert "checkpoint-4 could not be written: it takes 0.00" in done.stderr and "the checkpoints before it stay" in done.stderr
+    assert done.returncode != 0 and "ds-flux: error: checkpoint-4 could not be written" in done.stderr
+    assert [path.name for path in (small_disk / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    subprocess.run(["mount", "-o", "remount,size=9m", small_disk], check=True)
+    again = launch(2, "ds_flux", "train", *assets.flags(small_disk / "run", **own, resume_from_checkpoint="latest"))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert (small_disk / "run/checkpoint-4/ds_flux.json").exists()
+
+
+def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
+    """`save` goes on, `stop` ends the run with status 0 and the command that resumes it; SIGUSR1 to one rank does the same."""
+    flags = assets.flags(tmp_path / "run", max_train_steps=400, checkpointing_steps=400, checkpoints_total_limit=9)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/save").touch()
+    with started(launch_command(2, "ds_flux", "train", *flags)) as process:
+        wait_for(tmp_path / "run", "checkpoint-*/ds_flux.json", process)
+        (tmp_path / "run/stop").touch()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert not (tmp_path / "run/save").exists() and not (tmp_path / "run/stop").exists()
+    line = next(line for line in errors.splitlines() if "stopped by the file stop after step" in line)
+    assert line.endswith(" --resume_from_checkpoint latest") and "deepspeed [...] --module ds_flux train --pretrained" in line
+    with started(launch_command(2, "ds_flux", "train", *flags, "--resume_from_checkpoint", "latest")) as process:
+        assert process.stderr
+        while "training all weights" not in (said := process.stderr.readline()):
+            assert said
+        rank_process(process, 1).send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "stopped by SIGUSR1 after step" in errors

@@ -161,7 +161,7 @@ def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
     run = setup(settings)
     writer = Looking(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
     with Requests(output_dir) as requests:
-        trainer.loop(run, output_dir, writer, requests)
+        trainer.loop(run, trainer.make_saver(run), writer, requests)
     writer.close()
     runtime.barrier()
 
