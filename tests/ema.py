@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero import GatheredParameters
 from torch import Tensor
 
 from ds_flux import commands, config, runtime, trainer

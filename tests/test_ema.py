@@ -1,4 +1,4 @@
-"""The average of the weights is the one of its definition at every stage, goes on from any layout, and steps aside to the bit."""
+"""The average of the weights: its definition at every stage, going on in any layout, and an engine that computes with it."""
 
 import json
 from pathlib import Path
