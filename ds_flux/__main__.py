@@ -5,6 +5,7 @@ Each command imports what it needs and no more: consolidate starts without DeepS
 
 import os
 import sys
+import traceback
 
 from ds_flux import UserError, __version__
 
@@ -129,9 +130,22 @@ def run() -> None:
         status = main()
     except SystemExit as leaving:  # --help, --print_config
         status = leaving.code if isinstance(leaving.code, int) else 0
+    except Exception as error:  # noqa: BLE001  (whatever it is, nobody shall wait for this process)
+        status = 1
+        tell(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def tell(error: Exception) -> None:
+    """What one rank alone has met: one line if it is understood, else all of it."""
+    from ds_flux.failures import LoneError
+
+    if isinstance(error, LoneError):
+        print(f"ds-flux: error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 if __name__ == "__main__":

@@ -206,13 +206,17 @@ def cache_latents(config: Config, conditioner: Conditioner, samples: SampleDatas
     pictures = pictures_of(config, samples)
     if samples.config.random_flip or not samples.config.center_crop:
         runtime.log("--cache_latents: each sample keeps the crop and flip of its first visit")
-    # a folder for each data set and way to encode it, so that runs with others do not write over its records
-    settings = hashed(pictures.made_by, [vars(samples.config)[name] for name in LATENTS_FOLLOW_FROM], samples.seed)
-    cache = LatentCache(open_store(cache_folder(config) / f"latents-{settings[:8]}"))
+    cache = LatentCache(open_store(latents_folder(config, pictures)))
     keys = [(sample, 0) for sample in range(len(samples.source))]
     fill_latents(conditioner, cache, pictures, keys, partial(room_for, cache.store))
     runtime.free(conditioner.autoencoder)
     return replace(conditioner, autoencoder=None), replace(samples, cache=cache)
+
+
+def latents_folder(config: Config, pictures: Pictures) -> Path:
+    """One for each data set and way to encode it, so that runs with others do not write over its records."""
+    facts = [vars(pictures.samples.config)[name] for name in LATENTS_FOLLOW_FROM]
+    return cache_folder(config) / f"latents-{hashed(pictures.made_by, facts, pictures.samples.seed)[:8]}"
 
 
 def pictures_of(config: Config, samples: SampleDataset) -> Pictures:

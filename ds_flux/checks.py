@@ -13,7 +13,7 @@ SHARES = (
 )  # fmt: skip
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
-    "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps",
+    "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
     "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",

@@ -21,6 +21,8 @@ class RunConfig:
     """folder for checkpoints, logs and the resolved settings"""
     seed: int = 0
     """decides, with a sample's identity, everything random about it; and the order of the data"""
+    timeout_s: int = 1800
+    """a process that does not answer for so long ends the run"""
     skip_final_inference: bool = False
     """accepted for commands written for diffusers' scripts: no images are made at the end in any case"""
 

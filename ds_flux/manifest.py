@@ -42,11 +42,11 @@ class Manifest:
     """{file: its CRC-32, eight hexadecimal digits}; none in checkpoints of before there were any"""
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside, flush to disk, then name."""
     beside = path.with_name(path.name + ".tmp")
-    with beside.open("w") as file:
-        file.write(text)
+    with beside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

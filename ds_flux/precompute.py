@@ -17,7 +17,7 @@ def precompute(config: Config) -> None:
     if not (config.data.cache_text or config.data.cache_latents):
         both = not config.data.shuffle_tags  # which makes new prompts at every visit
         config = replace(config, data=replace(config.data, cache_text=both, cache_latents=True))
-    runtime.init()
+    runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
     samples = inputs.look_at_data(config, architecture).samples

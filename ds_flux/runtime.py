@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,19 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def init() -> None:
-    """Join the process group; without a launcher, be a group of one."""
+def init(timeout_s: int = 1800) -> None:
+    """Join the process group; without a launcher, be a group of one.
+
+    Args:
+        timeout_s: how long a collective waits for a process that does not answer.
+    """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     keep_heap_small()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed.init_distributed(verbose=False)
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     unname_shared_memory()
 

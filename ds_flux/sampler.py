@@ -31,7 +31,7 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
     check_colour(config.data.alpha_background)
     if command.transformer:
         config = replace(config, model=replace(config.model, transformer_path=command.transformer))
-    runtime.init()
+    runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         references = open_references(command, config.data)
         architecture = models.find_architecture(config.model)

@@ -15,6 +15,7 @@ from ds_flux import UserError, checkpoint, rolling, runtime
 from ds_flux.config import Config
 from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
+from ds_flux.failures import Heart, explained
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.requests import Request, Requests, command_to_go_on
@@ -82,9 +83,27 @@ def share_that_counts(run: Run, raws: list[RawBatch]) -> float:
 
 
 def train(config: Config) -> None:
-    """The whole run, or as much of it as it is asked for."""
+    """The whole run, or as much of it as it is asked for.
+
+    Raises:
+        UserError: what all ranks know and the user can mend.
+        LoneError: what this rank alone can say.
+    """
+    runtime.init(config.run.timeout_s)
+    heart = Heart()
+    try:
+        run_to_the_end(config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise explained(error, heart, config.run.timeout_s) from error
+    finally:
+        heart.stop()
+
+
+def run_to_the_end(config: Config) -> None:
+    """Set up, train, and say what was left out.  A collective."""
     began_s = time.perf_counter()
-    runtime.init()
     run = setup(config)
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")

@@ -68,7 +68,7 @@ def test_killed_in_the_middle(assets: Assets, images: Path, tmp_path: Path, run_
     job = {"function": "tests.workers:precompute_in_small_shards", "args": [argv, SHARD_BYTES]}
     (tmp_path / "jobs.json").write_text(json.dumps([job]))
     with started(launch_command(2, "tests.distributed", str(tmp_path / "jobs.json"))) as process:
-        wait_for(tmp_path / "killed", "latents-*/*.json", process)
+        wait_for(tmp_path / "killed", "latents-*/*.index", process)
     complete = store_in(tmp_path / "killed", "latents")
     assert 0 < len(complete) < NUM_IMAGES, "it was not killed in the middle"
     done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"))
@@ -78,10 +78,8 @@ def test_killed_in_the_middle(assets: Assets, images: Path, tmp_path: Path, run_
 
     again, whole = (store_in(tmp_path / name, "latents") for name in ("killed", "whole"))
     assert again.verify().keys() <= complete.ignored.keys(), "but for what a killed writer left"
-    assert sum(len(shard.records) for shard in again.shards.values()) == NUM_IMAGES, "none is there twice"
-    assert sorted(again) == sorted(whole)
-    for key in whole:
-        assert again.fingerprint(key) == whole.fingerprint(key)
+    assert len(again.records) == NUM_IMAGES, "none is there twice"
+    for key in map(str, range(NUM_IMAGES)):
         # another batch of the autoencoder: other kernels, so other last bits
         torch.testing.assert_close(again.read(key), whole.read(key), rtol=0, atol=1e-4)
 

@@ -1,14 +1,12 @@
 """What clusters do to a run: losses that are not finite, signals, requests by file, ranks that fail alone."""
 
+import json
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from ds_flux.data.cache import LatentCache
-from ds_flux.data.store import Store
 from tests.benchmarks import kills
 from tests.conftest import Assets
 from tests.distributed import launch, launch_command, metrics, run_jobs
@@ -16,6 +14,7 @@ from tests.test_caching_ends import started, wait_for
 from tests.test_engines import rank_process
 
 STAGES = {"0": (0, False), "1": (1, False), "2": (2, True), "3": (3, False), "3 offload": (3, True)}
+PRECISIONS = ("no", "bf16")
 BAD = 5  # the sample whose latents are not finite
 
 
@@ -24,23 +23,14 @@ def poisoned(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the latents of one image are not finite, and runs at every stage that meet it on one of two ranks."""
     folder = tmp_path_factory.mktemp("poisoned")
     own = dict(cache_latents="true", cache_dir=folder / "cache", center_crop="true", random_flip=None, train_batch_size=4)
-    fills = [{"max_train_steps": 1, "mixed_precision": precision} for precision in ("no", "bf16")]
-    run_jobs(1, [assets.flags(folder / f"fill {number}", **{**own, **fill}) for number, fill in enumerate(fills)], folder)
-    poison(folder / "cache", [BAD])
+    fills = [
+        assets.flags(folder / f"fill {one}", **{**own, "mixed_precision": one, "max_train_steps": 1}) for one in PRECISIONS
+    ]
+    run_jobs(1, [*fills, *({"function": "tests.workers:poison", "args": [fill, [BAD]]} for fill in fills)], folder)
     runs = {name: assets.ds_config(stage, offload) for name, (stage, offload) in STAGES.items()}
     jobs = [assets.flags(folder / name, **own, deepspeed_config=path) for name, path in runs.items()]
     run_jobs(2, [*jobs, assets.flags(folder / "bf16", **{**own, "mixed_precision": "bf16"})], folder)
     return folder
-
-
-def poison(cache: Path, samples: list[int]) -> None:
-    """Newer records of samples, with the fingerprints that they have, which are not finite."""
-    for folder in cache.glob("latents-*"):
-        store = Store(folder)
-        with store.writer("poison") as writer:
-            for sample in samples:
-                nan = torch.full_like(LatentCache(store).read((sample, 0))[0][0], torch.nan)
-                LatentCache(store).write(writer, (sample, 0), store.fingerprint(str(sample)), [nan], None, None)
 
 
 @pytest.mark.parametrize("name", [*STAGES, "bf16"])
@@ -59,8 +49,9 @@ def test_a_step_that_is_not_finite_is_not_taken(poisoned: Path, name: str) -> No
 
 def test_steps_that_are_never_finite_end_the_run(poisoned: Path, assets: Assets, tmp_path: Path) -> None:
     own = dict(cache_latents="true", cache_dir=poisoned / "cache", center_crop="true", random_flip=None, max_skipped_steps=2)
-    poison(poisoned / "cache", list(range(24)))
-    done = launch(2, "ds_flux", "train", *assets.flags(tmp_path / "run", **own))
+    flags = assets.flags(tmp_path / "run", **own)
+    run_jobs(1, [{"function": "tests.workers:poison", "args": [flags, list(range(24))]}], tmp_path)
+    done = launch(2, "ds_flux", "train", *flags)
     lines = [line for line in done.stderr.splitlines() if line.startswith("ds-flux:")]
     assert any("step 1 was not taken: the loss is nan (not finite for row" in line and "and 3 more" in line for line in lines)
     assert (
@@ -83,7 +74,7 @@ def test_a_run_that_is_killed_comes_to_the_same_weights(assets: Assets, tmp_path
 @pytest.mark.parametrize("in_background", ["true", "false"])
 def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, in_background: str) -> None:
     """One checkpoint fits: the second is not written, the first stays, training goes on to its end, which then fails."""
-    subprocess.run(["mount", "-o", "remount,size=3m", small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
     own = dict(max_train_steps=4, checkpointing_steps=2, save_in_background=in_background)
     done = launch(2, "ds_flux", "train", *assets.flags(small_disk / "run", **own))
     assert len(metrics(small_disk / "run")) == 4
@@ -99,9 +90,9 @@ def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, 
 def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
     """`save` goes on, `stop` ends the run with status 0 and the command that resumes it; SIGUSR1 to one rank does the same."""
     flags = assets.flags(tmp_path / "run", max_train_steps=400, checkpointing_steps=400, checkpoints_total_limit=9)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/save").touch()
     with started(launch_command(2, "ds_flux", "train", *flags)) as process:
+        wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
+        (tmp_path / "run/save").touch()
         wait_for(tmp_path / "run", "checkpoint-*/ds_flux.json", process)
         (tmp_path / "run/stop").touch()
         _, errors = process.communicate(timeout=120)
@@ -116,3 +107,27 @@ def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
         rank_process(process, 1).send_signal(signal.SIGUSR1)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0 and "stopped by SIGUSR1 after step" in errors
+
+
+@pytest.mark.parametrize(("kind", "message"), [("memory", "rank 1 ran out of memory"), ("bug", "a fault of the program")])
+def test_a_rank_that_fails_alone_ends_all(assets: Assets, tmp_path: Path, kind: str, message: str) -> None:
+    """With its own words; where it is memory, with what to do."""
+    job = {"function": "tests.workers:fails_alone", "args": [assets.flags(tmp_path / "run"), kind]}
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+    done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"), timeout_s=120)
+    assert done.returncode != 0 and message in done.stderr, done.stderr[-3000:]
+    if kind == "memory":
+        assert "Traceback" not in done.stderr and "--gradient_checkpointing" in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_answers_no_longer_is_named(assets: Assets, tmp_path: Path, number: int) -> None:
+    flags = assets.flags(tmp_path / "run", max_train_steps=4000, timeout_s=5)
+    with started(launch_command(2, "ds_flux", "train", *flags)) as process:
+        wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
+        rank_process(process, 1).send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "ds-flux: error: rank 1 of 2 does not answer any more" in errors, errors[-3000:]
+    assert "Traceback" not in errors

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
     ["flags", "commands"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests"],
+    ["requests", "failures"],
     [
         "families.spelling",
         "families.spec",

@@ -2,17 +2,20 @@
 
 import json
 import os
+import pickle
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from ds_flux import UserError
 from ds_flux.data import shards
 from ds_flux.data.store import Store
-from tests.test_store import NUM, check, files, fill, tensors_of, wanted
+from tests.test_store import NUM, assert_equal, check, files, fill, tensors_of, wanted
 
 
 def flip(path: Path, position: int) -> None:
@@ -22,7 +25,12 @@ def flip(path: Path, position: int) -> None:
 
 
 def index_of(path: Path) -> Path:
-    return path.with_suffix(".json")
+    return path.with_suffix(shards.INDEX)
+
+
+def replace_in(path: Path, old: bytes, new: bytes) -> None:
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -37,17 +45,44 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty index": (lambda data: os.truncate(index_of(data), 0), "its index cannot be read"),
     "an index of something else": (lambda data: index_of(data).write_text("[1]"), "its index cannot be read"),
     "a record under another key": (
-        lambda data: index_of(data).write_text(index_of(data).read_text().replace("image 5", "image 77")),
+        lambda data: replace_in(index_of(data), *(shards.hashed(key, shards.KEY) for key in ("image 5", "image 77"))),
         "checksum of a record",
     ),
+    "a record of something else": (
+        lambda data: replace_in(
+            index_of(data), *(shards.hashed(fingerprint, shards.FINGERPRINT) for fingerprint in ("of now", "of then"))
+        ),
+        "checksum of a record",
+    ),
+    "other shapes": (lambda data: replace_in(index_of(data), b"[4, 8, 8]", b"[8, 8, 4]"), "checksum of a record"),
+    "fewer layouts": (lambda data: replace_in(index_of(data), b"[[[", b"[  "), "its index cannot be read"),
 }
+
+
+def test_no_byte_is_wrong_and_nobody_knows(tmp_path: Path) -> None:
+    """Each of an index, and some of the data: it is found, or it changes nothing."""
+    store = Store(tmp_path)
+    fill(store, range(2))
+    (shard,) = store.shards
+    index, data = shard.path(shards.INDEX), shard.path()
+    cases = [(index, place) for place in range(index.stat().st_size)]
+    cases += [(data, place) for place in range(0, data.stat().st_size, 19)]
+    for path, place in cases:
+        whole = path.read_bytes(), index.read_bytes()
+        flip(path, place)
+        opened = Store(tmp_path)
+        if not opened.verify():
+            assert path == index
+            check(opened, range(2))
+        index.write_bytes(whole[1])
+        path.write_bytes(whole[0])
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_named_and_made_again(store: Store, damage: str) -> None:
     spoil, reason = DAMAGES[damage]
-    name = sorted(store.shards)[1]
-    spoil(store.folder / f"{name}.safetensors")
+    name = store.shards[1].name
+    spoil(store.shards[1].path())
     store = Store(store.folder)
     store.verify()
     assert list(store.ignored) == [name]
@@ -61,7 +96,7 @@ def test_a_damaged_shard_is_named_and_made_again(store: Store, damage: str) -> N
 
 
 def test_damage_that_a_read_finds(store: Store) -> None:
-    flip(store.folder / f"{sorted(store.shards)[1]}.safetensors", -100)
+    flip(store.shards[1].path(), -100)
     opened = Store(store.folder)
     with pytest.raises(UserError, match="checksum of a record is wrong; start again, and its 4 records are made again"):
         for number in range(NUM):
@@ -71,7 +106,7 @@ def test_damage_that_a_read_finds(store: Store) -> None:
 
 def test_a_shard_that_shrinks_under_a_reader(store: Store) -> None:
     check(store, range(NUM))
-    os.truncate(store.folder / f"{sorted(store.shards)[0]}.safetensors", 5000)
+    os.truncate(store.shards[0].path(), 5000)
     with pytest.raises(UserError, match="has 5000 bytes"):
         store.read("image 0")
 
@@ -113,7 +148,7 @@ def test_a_rolling_window(tmp_path: Path) -> None:
         assert len(files(tmp_path)) <= 2 * 6
         check(Store(tmp_path), range(first + 10, first + 20))
         assert len(Store(tmp_path)) == 10, "what was deleted stays so, in a shard that others keep as well"
-    store.delete(list(store))
+    store.delete(wanted(range(60, 70)))
     assert files(tmp_path) == []
 
 
@@ -147,7 +182,8 @@ def test_a_full_disk(small_disk: Path) -> None:
     ):
         for number in range(10):
             writer.add(f"image {number}", "of now", record)
-    assert len(files(store.folder, ".json")) == len(files(store.folder, ".safetensors")) == len(files(store.folder)) // 2 == 3
+    indexes, data = (files(store.folder, suffix) for suffix in (shards.INDEX, shards.DATA))
+    assert len(indexes) == len(data) == len(files(store.folder)) // 2 == 3
     store.refresh()
     assert store.missing(wanted(range(10))) == list(wanted(range(3, 10)))
     assert not store.verify()
@@ -157,7 +193,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     store.delete(["image 1"])
     with store.writer("rank-0", 1) as writer:
         writer.add("image 5", "of now", record)
-    assert sorted(Store(store.folder)) == ["image 0", "image 2", "image 5"]
+    assert Store(store.folder).missing(wanted(range(10))) == [f"image {number}" for number in (1, 3, 4, 6, 7, 8, 9)]
 
 
 def test_a_folder_that_cannot_be_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +232,35 @@ def test_two_thousand_records_in_flat_memory(tmp_path: Path, capsys: pytest.Capt
         print(f"\n128 KiB records: {times[0]:.0f} us for a first read with its checksum, {times[1]:.0f} us for a second")
 
 
-def test_the_index_is_plain(store: Store) -> None:
-    (index, *_) = sorted(store.folder.glob("*.json"))
-    record = json.loads(index.read_text())["records"]["image 0"]
-    assert (record["fingerprint"], record["names"]) == ("of now", ["latents", "text"])
+def test_many_records_are_held_in_few_bytes(tmp_path: Path) -> None:
+    """Read or not, and in a copy for another process."""
+    num, num_read = 20_000, 2000
+    record = {"latents": torch.zeros(4), "text": torch.zeros(4).bfloat16()}
+    with Store(tmp_path).writer("rank-0", 1000 * 24) as writer:
+        for number in range(num):
+            writer.add(str(number), f"of now {number}", record)
+    tracemalloc.start()
+    store = Store(tmp_path)
+    held = [tracemalloc.get_traced_memory()[0]]
+    for number in range(num_read):
+        store.read(str(number))
+    held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert (len(store), len(store.shards)) == (num, 20)
+    assert held[0] / num < 50
+    assert (held[1] - held[0]) / num_read < 20
+    copy = pickle.dumps(store)
+    assert len(copy) / num < 50
+    assert_equal(pickle.loads(copy).read("77"), record)
+
+
+def test_any_stock_reader_reads_an_index(store: Store) -> None:
+    with safe_open(store.shards[0].path(shards.INDEX), "pt") as index:
+        layouts, keys = json.loads(index.metadata()["layouts"]), index.get_tensor("key")
+    assert layouts == [[["latents", "F32", [4, 8, 8]], ["text", "BF16", [16, 32]]]]
+    assert [bytes(key.tolist()) for key in keys] == [shards.hashed(key, shards.KEY) for key in wanted(range(4))]
+
+
+def test_a_size_is_readable() -> None:
     assert shards.readable(999) == "999 B"
     assert shards.readable(3 << 39) == "1.5 TiB"

@@ -175,3 +175,42 @@ def precompute_in_small_shards(argv: list[str], shard_bytes: int) -> None:
 
     Store.writer = partialmethod(Store.writer, shard_bytes=shard_bytes)
     precompute.precompute(config.load(argv, "test", commands.PrecomputeCommand)[0])
+
+
+def poison(argv: list[str], samples: list[int]) -> None:
+    """Newer records of samples in a run's cache, with the fingerprints that they must have, which are not finite."""
+    from ds_flux import assemble, caching, commands, config, inputs
+    from ds_flux.data.cache import LatentCache
+    from ds_flux.data.store import Store
+
+    settings = config.load(argv, "test", commands.TrainCommand)[0]
+    data = inputs.look_at_data(settings, assemble.find_model(settings))
+    pictures = caching.pictures_of(settings, data.samples)
+    cache = LatentCache(Store(caching.latents_folder(settings, pictures)))
+    with cache.store.writer("poison") as writer:
+        for key in [(sample, 0) for sample in samples]:
+            nan = torch.full_like(cache.read(key)[0][0], torch.nan)
+            cache.write(writer, key, pictures.fingerprint(key), [nan], None, None)
+
+
+def fails_alone(argv: list[str], kind: str) -> None:
+    """`ds-flux train`, in whose second step the last rank fails."""
+    import os
+    import sys
+
+    from ds_flux import __main__ as command_line
+    from ds_flux.objective import Objective
+
+    calls, loss = [], Objective.loss
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] != "0":
+            if kind == "memory":
+                torch.empty(1 << 50)
+            raise ZeroDivisionError("a fault of the program")
+        return loss(self, *arguments)
+
+    Objective.loss = failing
+    sys.argv = ["ds-flux", "train", *argv]
+    command_line.run()

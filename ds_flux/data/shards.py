@@ -1,8 +1,11 @@
 """One shard of a `Store`: a safetensors file of many records, and beside it the index that makes it count.
 
-A record is {name: tensor}; in the file its tensors are called "<number of the record>/<name>", so that any string may be
-a key.  The index is JSON: the size of the file, a checksum of its header (which says where each tensor lies) and of each
-record, so that every byte of the file and every word of the index that is used is covered by one of them.
+A record is {name: tensor}.  Any string may be its key, so both files know it by a hash of that (BLAKE2b, 16 bytes): in the
+data its tensors are called "<hash>/<name>", and lie one behind the other.  The index is in the format of safetensors as well:
+a tensor for each of `COLUMNS`, and as metadata the size of the data, a checksum of their header, and the records' layouts.
+
+Records are read by the index alone; the header is for other readers.  A record's checksum is of its bytes and of what the
+index says of it, so that every byte of the data and every word of the index that is used is covered by a checksum.
 """
 
 import errno
@@ -13,18 +16,23 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
 from ds_flux import UserError
 from ds_flux.manifest import write_atomically
 from ds_flux.streaming import write_all
 
-DATA, INDEX, UNFINISHED, UNFINISHED_INDEX = ".safetensors", ".json", ".partial", ".json.tmp"
+DATA, INDEX, UNFINISHED, UNFINISHED_INDEX = ".safetensors", ".index", ".partial", ".index.tmp"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,8 +48,19 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 8  # bytes: what the largest items need
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
+KEY = np.dtype("V16")  # a hash that differs from those of millions of other keys
+FINGERPRINT = np.dtype("V8")  # one that differs from that of the key's other record
+RECORDS = np.dtype(
+    [("key", KEY), ("fingerprint", FINGERPRINT), ("checksum", "u4"), ("first", "i8"), ("layout", "u4"), ("shard", "i4")]
+)
+"""What is held of a record, 44 bytes: the hashes of its key and fingerprint, its checksum, where it begins (bytes from the
+start of the file), and the numbers of its layout in the shard and of the shard in the store."""
+COLUMNS = ("key", "fingerprint", "checksum", "first", "layout")  # of an index
+
+Records = NDArray[np.void]  # of RECORDS
 NewRecords = Mapping[str, tuple[str, dict[str, Tensor]]]  # {key: (fingerprint, {name: contiguous tensor on the CPU})}
 
 
@@ -51,192 +70,230 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in the file."""
+    """Where a tensor lies in its record."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    first: int  # bytes from the start of the file
+    first: int  # bytes from the start of the record
     last: int
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What the index and the header say of a record."""
+class Layout:
+    """What the tensors of a record are, and where they lie in it."""
 
-    fingerprint: str
-    checksum: int
+    said: str
+    """the layout in JSON, as `layout_of` takes it"""
     places: dict[str, Place]
+    num_bytes: int
+    """of the whole record, with what fills it up"""
 
 
-@dataclass(frozen=True)
+@cache  # thousands of records have the same
+def layout_of(said: str) -> Layout:
+    """The layout of records with these tensors: [[name, dtype, shape], ...].
+
+    The largest items come first, and the end is filled up: so each begins at a multiple of its item, in every record.
+    """
+    described, places, offset = json.loads(said), {}, 0
+    for name, dtype, shape in sorted(described, key=lambda tensor: -DTYPES[tensor[1]].itemsize):
+        last = offset + math.prod(shape) * DTYPES[dtype].itemsize
+        places[name] = Place(DTYPES[dtype], tuple(shape), offset, last)
+        offset = last
+    return Layout(said, {name: places[name] for name, *_ in described}, offset + -offset % ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """A complete shard.  Holds neither the file nor a mapping of it: it goes to another process as it is."""
 
-    path: Path
+    folder: Path  # the store's own, not one for each shard
+    name: str
     num_bytes: int
     header_num_bytes: int
     header_checksum: int
-    records: dict[str, Record]
-    checked: set[str] = field(default_factory=set)
-    """keys whose checksum this process has seen to be right"""
+    layouts: tuple[Layout, ...]
 
-    def read(self, key: str) -> dict[str, Tensor]:
+    def path(self, suffix: str = DATA) -> Path:
+        """One of its files."""
+        return self.folder / f"{self.name}{suffix}"
+
+    def read(self, record: np.void, compare: bool) -> dict[str, Tensor]:
         """A record as mapped pages of the file: of no other memory, and let go with its tensors.
 
-        The mapping is private, so whoever writes into a tensor changes nothing for others.  The checksum is compared the
-        first time only: that is when the bytes come from the disk, and costs more than all the rest.
+        The mapping is private, so whoever writes into a tensor changes nothing for others.
+
+        Args:
+            record: its row of RECORDS.
+            compare: the checksum.  The first time, when the bytes come from the disk, it costs more than all the rest.
 
         Raises:
             DamagedError: the file is gone, of another size, or holds other bytes than were written.
         """
-        self.check_size()
-        record = self.records[key]
+        path = f"{self.folder}/{self.name}{DATA}"  # a Path costs as much as the mapping
+        self.check_size(path)
         try:
-            storage = torch.UntypedStorage.from_file(str(self.path), shared=False, nbytes=self.num_bytes)
+            storage = torch.UntypedStorage.from_file(path, shared=False, nbytes=self.num_bytes)
         except RuntimeError as error:  # too many mappings, or no memory: the file may be sound
-            raise UserError(f"{self.path} cannot be mapped: {str(error).splitlines()[0]}") from None
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-        tensors = {name: mapped(whole, place) for name, place in record.places.items()}
-        if key not in self.checked:
-            if checksum(key, record.fingerprint, tensors) != record.checksum:
+            raise UserError(f"{path} cannot be mapped: {str(error).splitlines()[0]}") from None
+        first, layout = int(record["first"]), self.layouts[record["layout"]]
+        if compare:
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)[first : first + layout.num_bytes]
+            if checksum(record["key"], record["fingerprint"], layout, [content]) != record["checksum"]:
                 raise DamagedError("the checksum of a record is wrong")
-            self.checked.add(key)
-        return tensors
+        return {name: mapped(storage, first, place) for name, place in layout.places.items()}
 
-    def verify(self) -> None:
-        """Read every byte.  Raises DamagedError."""
-        self.checked.clear()
-        self.read_header()
-        for key in self.records:
-            self.read(key)
+    def verify(self, records: Records) -> None:
+        """Read the header, and every byte of its records.  Raises DamagedError."""
+        self.check_size(self.path())
+        with self.path().open("rb") as file:
+            if zlib.crc32(file.read(self.header_num_bytes)) != self.header_checksum:
+                raise DamagedError("the checksum of its header is wrong")
+        for record in records:
+            self.read(record, compare=True)
 
-    def check_size(self) -> None:
+    def check_size(self, path: str | Path) -> None:
         """A shorter file must not be mapped: touching what is missing kills the process (SIGBUS)."""
         try:
-            size = self.path.stat().st_size
+            size = os.stat(path).st_size
         except FileNotFoundError:
             raise DamagedError("its data are gone") from None
         if size != self.num_bytes:
             raise DamagedError(f"it has {size} bytes, {self.num_bytes} were written")
 
-    def read_header(self) -> dict[str, Place]:
-        """{tensor in the file: where it lies}."""
-        self.check_size()
-        with self.path.open("rb") as file:
-            raw = file.read(self.header_num_bytes)
-        if zlib.crc32(raw) != self.header_checksum:
-            raise DamagedError("the checksum of its header is wrong")
-        return {
-            name: Place(DTYPES[info["dtype"]], tuple(info["shape"]), *(len(raw) + offset for offset in info["data_offsets"]))
-            for name, info in json.loads(raw[8:]).items()
-        }
-
     def remove(self) -> None:
         """From the disk: the index first, so that it never counts without its data."""
-        for path in (self.path.with_suffix(INDEX), self.path):
-            path.unlink(missing_ok=True)
+        for suffix in (INDEX, DATA):
+            self.path(suffix).unlink(missing_ok=True)
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """Take records out of the index; their bytes stay until the shard is removed."""
-        for key in keys:
-            self.records.pop(key, None)
-        index = self.path.with_suffix(INDEX)
-        with said_if_full(index.parent, index.stat().st_size):
-            said = json.loads(index.read_text())
-            said["records"] = {key: record for key, record in said["records"].items() if key in self.records}
-            write_atomically(index, json.dumps(said))
+    def write_index(self, records: Records) -> None:
+        """Let these records count and no others; the bytes of others stay until the shard is removed.
+
+        Raises:
+            UserError: the disk is full, or cannot be written.
+        """
+        columns = {name: np.ascontiguousarray(records[name]) for name in COLUMNS}
+        for name in ("key", "fingerprint"):
+            columns[name] = columns[name].view(np.uint8).reshape(len(records), -1)
+        facts = {
+            "num_bytes": str(self.num_bytes),
+            "header_num_bytes": str(self.header_num_bytes),
+            "header_checksum": str(self.header_checksum),
+            "layouts": json.dumps([json.loads(layout.said) for layout in self.layouts]),
+        }
+        index = save(columns, facts)
+        with said_if_full(self.folder, len(index)):
+            write_atomically(self.path(INDEX), index)
 
 
-def open_shard(index: Path) -> Shard:
-    """The shard of an index; reads that and the header.
+def open_shard(folder: Path, name: str) -> tuple[Shard, Records]:
+    """A shard and its records; reads the index only.
 
     Raises:
-        DamagedError: the index or the header cannot be read, or the file has another size.
+        DamagedError: the index cannot be read, or the data are gone or of another size.
     """
     try:
-        said = json.loads(index.read_text())
-        shard = Shard(index.with_suffix(DATA), said["num_bytes"], said["header_num_bytes"], said["header_checksum"], records={})
-        places = shard.read_header()
-        for key, record in said["records"].items():
-            its_places = {name: places[f"{record['number']}/{name}"] for name in record["names"]}
-            shard.records[key] = Record(record["fingerprint"], record["checksum"], its_places)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(folder / f"{name}{INDEX}", "numpy") as file:
+            facts, columns = file.metadata(), {column: file.get_tensor(column) for column in COLUMNS}
+        layouts = tuple(layout_of(json.dumps(said)) for said in json.loads(facts["layouts"]))
+        numbers = (int(facts[fact]) for fact in ("num_bytes", "header_num_bytes", "header_checksum"))
+        shard = Shard(folder, name, *numbers, layouts)
+        records = np.zeros(len(columns["key"]), RECORDS)
+        for column, values in columns.items():
+            records[column] = values.view(RECORDS[column]).reshape(-1)
+        if records["layout"].max(initial=0) >= len(layouts):
+            raise IndexError("a layout is missing")
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DamagedError(f"its index cannot be read ({type(error).__name__}: {error})") from None
     except OSError as error:
-        raise DamagedError(f"it cannot be read ({error.strerror})") from None
-    return shard
+        raise DamagedError(f"its index cannot be read ({error})") from None
+    shard.check_size(shard.path())
+    return shard, records
 
 
-def write_shard(path: Path, records: NewRecords) -> None:
+def write_shard(folder: Path, name: str, new: NewRecords) -> None:
     """Write beside, flush to disk, then name; the index last.  Leaves nothing behind where it fails.
 
     Raises:
         UserError: the disk is full, or cannot be written.
     """
-    header, tensors = lay_out(records)
-    num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors)
-    index = {
-        "num_bytes": num_bytes,
-        "header_num_bytes": len(header),
-        "header_checksum": zlib.crc32(header),
-        "records": {key: described(number, key, *record) for number, (key, record) in enumerate(records.items())},
-    }
-    with said_if_full(path.parent, num_bytes), nothing_left_on_failure(path):
-        partial = path.with_suffix(UNFINISHED)
-        with partial.open("wb", buffering=0) as file:
-            for tensor in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *tensors):
-                write_all(file, tensor.view(-1))
+    records, layouts, parts = laid_out(new)
+    header = header_of(records, layouts)
+    records["first"] += len(header)
+    num_bytes = len(header) + sum(part.nbytes for part in parts)
+    shard = Shard(folder, name, num_bytes, len(header), zlib.crc32(header), layouts)
+    with said_if_full(folder, num_bytes), nothing_left_on_failure(shard):
+        with shard.path(UNFINISHED).open("wb", buffering=0) as file:
+            for part in (torch.frombuffer(bytearray(header), dtype=torch.uint8), *parts):
+                write_all(file, part.view(-1))
             os.fsync(file.fileno())
-        partial.replace(path)
-        write_atomically(path.with_suffix(INDEX), json.dumps(index))
+        shard.path(UNFINISHED).replace(shard.path())
+        shard.write_index(records)
 
 
 @contextmanager
-def nothing_left_on_failure(path: Path) -> Iterator[None]:
+def nothing_left_on_failure(shard: Shard) -> Iterator[None]:
     """Remove what was written of a shard if not all of it was."""
     try:
         yield
     except BaseException:
         for suffix in (INDEX, UNFINISHED_INDEX, UNFINISHED, DATA):
-            path.with_suffix(suffix).unlink(missing_ok=True)
+            shard.path(suffix).unlink(missing_ok=True)
         raise
 
 
-def lay_out(records: NewRecords) -> tuple[bytes, list[Tensor]]:
-    """The header of the file (format: github.com/huggingface/safetensors), and the tensors in its order."""
-    named = [
-        (f"{number}/{name}", tensor)
-        for number, (_fingerprint, tensors) in enumerate(records.values())
-        for name, tensor in tensors.items()
-    ]
-    named.sort(key=lambda entry: -entry[1].itemsize)  # the format has no gaps: so each begins at a multiple of its item
-    header, offset = {}, 0
-    for name, tensor in named:
-        offsets = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        offset = offsets[1]
+def laid_out(new: NewRecords) -> tuple[Records, tuple[Layout, ...], list[Tensor]]:
+    """The records with their first bytes counted from the end of the header, their layouts, and all that comes behind it."""
+    records, offset = np.zeros(len(new), RECORDS), 0
+    numbers: dict[str, int] = {}
+    parts: list[Tensor] = []
+    for row, (key, (fingerprint, tensors)) in enumerate(new.items()):
+        described = [[name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+        layout = layout_of(json.dumps(described))
+        its_parts = [tensors[name] for name in sorted(tensors, key=lambda name: layout.places[name].first)]
+        if fill := layout.num_bytes - sum(part.nbytes for part in its_parts):
+            its_parts.append(torch.zeros(fill, dtype=torch.uint8))
+        hashes = np.void(hashed(key, KEY)), np.void(hashed(fingerprint, FINGERPRINT))
+        number = numbers.setdefault(layout.said, len(numbers))
+        records[row] = (*hashes, checksum(*hashes, layout, its_parts), offset, number, 0)
+        parts += its_parts
+        offset += layout.num_bytes
+    return records, tuple(map(layout_of, numbers)), parts
+
+
+def header_of(records: Records, layouts: tuple[Layout, ...]) -> bytes:
+    """The header of the data (format: github.com/huggingface/safetensors)."""
+    header = {}
+    for record in records:
+        key, layout, start = record["key"].tobytes().hex(), layouts[record["layout"]], int(record["first"])
+        places = {f"{key}/{name}": place for name, place in layout.places.items()}
+        end = max((place.last for place in places.values()), default=0)
+        if end < layout.num_bytes:  # the format has no gaps
+            places[f"{key} end"] = Place(torch.uint8, (layout.num_bytes - end,), end, layout.num_bytes)
+        for name, place in places.items():
+            offsets = [start + place.first, start + place.last]
+            header[name] = {"dtype": DTYPE_NAMES[place.dtype], "shape": place.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, [tensor for _name, tensor in named]
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
-def described(number: int, key: str, fingerprint: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A record as the index has it."""
-    value = checksum(key, fingerprint, tensors)
-    return {"number": number, "fingerprint": fingerprint, "names": list(tensors), "checksum": value}
+def mapped(storage: torch.UntypedStorage, first: int, place: Place) -> Tensor:
+    """A tensor of the record that begins with byte `first` of the file."""
+    return torch.empty(0, dtype=place.dtype).set_(storage, (first + place.first) // place.dtype.itemsize, place.shape)
 
 
-def checksum(key: str, fingerprint: str, tensors: dict[str, Tensor]) -> int:
-    """CRC-32 of the bytes of all tensors, and of what they are called: a damaged index passes nothing off as another."""
-    value = zlib.crc32(json.dumps([key, fingerprint, list(tensors)]).encode())
-    for tensor in tensors.values():
-        value = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy(), value)
+def hashed(text: str, kind: np.dtype[np.void]) -> bytes:
+    """As many bytes as the kind has."""
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=kind.itemsize).digest()
+
+
+def checksum(key: np.void, fingerprint: np.void, layout: Layout, parts: Iterable[Tensor]) -> int:
+    """CRC-32 of a record's bytes, and of whose and what they are: a damaged index passes nothing off as another."""
+    value = zlib.crc32(key.tobytes() + fingerprint.tobytes() + layout.said.encode())
+    for part in parts:
+        value = zlib.crc32(part.view(-1).view(torch.uint8).numpy(), value)
     return value
-
-
-def mapped(whole: Tensor, place: Place) -> Tensor:
-    """A tensor of the file whose bytes are `whole`."""
-    return whole[place.first : place.last].view(place.dtype).view(place.shape)
 
 
 @contextmanager

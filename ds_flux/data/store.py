@@ -13,19 +13,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_flux import UserError
 from ds_flux.data.shards import (
     DATA,
     DTYPE_NAMES,
+    FINGERPRINT,
     INDEX,
+    KEY,
+    RECORDS,
     UNFINISHED,
     UNFINISHED_INDEX,
     DamagedError,
+    Records,
     Shard,
     free_space,
+    hashed,
     open_shard,
     readable,
     write_shard,
@@ -33,19 +40,24 @@ from ds_flux.data.shards import (
 
 SHARD_BYTES = 64 << 20
 IDLE_S = 3600.0
+GONE = -1  # in the place of a shard's number
 
 
 class Store:
     """What was in the folder when it was opened or last refreshed; it may be copied to other processes.
 
-    A record carries a fingerprint of all that it was made from.  `missing` compares it; `read` does not.
+    A record carries a fingerprint of all that it was made from.  `missing` compares it; `read` does not.  Of a record it holds
+    45 bytes, and no objects: a run has millions of them, in each of its processes.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.shards: dict[str, Shard] = {}
-        self.newest: dict[str, Shard] = {}
-        """{key: the shard that has its newest record}"""
+        self.shards: list[Shard] = []
+        """oldest first"""
+        self.records: Records = np.zeros(0, RECORDS)
+        """of all shards, sorted by key; those of one key by age"""
+        self.compared = np.zeros(0, bool)
+        """of which records this process has seen the checksum to be right; apart, as forked processes write into it"""
         self.ignored: dict[str, str] = {}
         """{shard that does not count: what is wrong with it}; one without an index may be one that is being written"""
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,31 +68,49 @@ class Store:
         data = {path.stem for path in self.folder.glob(f"*{DATA}")}
         indexed = {path.stem for path in self.folder.glob(f"*{INDEX}")}  # second: it may be just coming
         ignored = {name: self.ignored.get(name, "it has no index") for name in data - indexed}
-        self.shards = {name: shard for name, shard in self.shards.items() if name in indexed}
-        for name in indexed - self.shards.keys():
+        shards = [shard for shard in self.shards if shard.name in indexed]
+        new: dict[str, Records] = {}
+        for name in indexed - {shard.name for shard in shards}:
             try:
-                self.shards[name] = open_shard(self.folder / f"{name}{INDEX}")
+                shard, new[name] = open_shard(self.folder, name)
+                shards.append(shard)
             except DamagedError as error:
                 ignored[name] = str(error)
         self.ignored = dict(sorted(ignored.items()))
-        self.newest = {key: self.shards[name] for name in sorted(self.shards) for key in self.shards[name].records}
+        if new or len(shards) < len(self.shards):
+            self.know(shards, new)
+
+    def know(self, shards: list[Shard], new: Mapping[str, Records]) -> None:
+        """These shards and no others, with the records of those that are new."""
+        shards = sorted(shards, key=lambda shard: shard.name)
+        number_of = {shard.name: number for number, shard in enumerate(shards)}
+        numbers = np.array([number_of.get(shard.name, GONE) for shard in self.shards], np.int32)
+        self.records["shard"] = numbers[self.records["shard"]]
+        for name, its_records in new.items():
+            its_records["shard"] = number_of[name]
+        records = np.concatenate([self.records, *new.values()])
+        compared = np.concatenate([self.compared, np.zeros(len(records) - len(self.compared), bool)])
+        order = np.lexsort((records["shard"], records["key"]))
+        order = order[records["shard"][order] != GONE]
+        self.shards, self.records, self.compared = shards, records[order], compared[order]
+
+    def newest(self) -> NDArray[np.bool_]:
+        """Of each record, whether its key has no newer one."""
+        keys = self.records["key"]
+        return np.append(keys[1:] != keys[:-1], True)[: len(keys)]
 
     def __len__(self) -> int:
-        return len(self.newest)
+        return np.count_nonzero(self.newest())
 
     def __contains__(self, key: str) -> bool:
-        return key in self.newest
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.newest)
+        return bool(found(np.void(hashed(key, KEY)), self.records["key"])[1])
 
     def missing(self, wanted: Mapping[str, str]) -> list[str]:
         """Which of {key: fingerprint} have to be made: there is no such record, or it was made from something else."""
-        return [key for key, fingerprint in wanted.items() if key not in self or self.fingerprint(key) != fingerprint]
-
-    def fingerprint(self, key: str) -> str:
-        """Of what the record was made from."""
-        return self.newest[key].records[key].fingerprint
+        places, there = found(all_hashed(wanted, KEY), self.records["key"])
+        fingerprints = all_hashed(wanted.values(), FINGERPRINT)
+        there[there] = self.records["fingerprint"][places[there]] == fingerprints[there]
+        return [key for key, is_there in zip(wanted, there) if not is_there]
 
     def read(self, key: str) -> dict[str, Tensor]:
         """A record, mapped from its file; see `Shard.read`.
@@ -89,30 +119,41 @@ class Store:
             KeyError: there is none.
             UserError: its shard is damaged; from now on that no longer counts, here and for whoever opens the store.
         """
-        shard = self.newest[key]
+        place, there = found(np.void(hashed(key, KEY)), self.records["key"])
+        if not there:
+            raise KeyError(key)
+        record = self.records[place]
+        shard = self.shards[record["shard"]]
         try:
-            return shard.read(key)
+            tensors = shard.read(record, compare=not self.compared[place])
         except DamagedError as error:
+            num = np.count_nonzero(self.records["shard"] == record["shard"])
             self.condemn(shard, str(error))
             raise UserError(
-                f"{shard.path} cannot be used: {error}; start again, and its {len(shard.records)} records are made again"
+                f"{shard.path()} cannot be used: {error}; start again, and its {num} records are made again"
             ) from None
+        self.compared[place] = True
+        return tensors
 
     def verify(self) -> dict[str, str]:
-        """Read everything; the records of damaged shards count as missing from now on.  Returns what is ignored, and why."""
-        for shard in list(self.shards.values()):
+        """Read everything; damaged shards count no longer.  Returns what is ignored, and why."""
+        damaged: list[tuple[Shard, str]] = []
+        for number, shard in enumerate(self.shards):
             try:
-                shard.verify()
+                shard.verify(self.records[self.records["shard"] == number])
             except DamagedError as error:
-                self.condemn(shard, str(error))
+                damaged.append((shard, str(error)))
+        for shard, reason in damaged:
+            self.condemn(shard, reason)
+        self.compared[:] = True
         return self.ignored
 
     def condemn(self, shard: Shard, reason: str) -> None:
         """Let a shard count no longer."""
-        self.let_go([shard.path.stem])
-        self.ignored[shard.path.stem] = reason
+        self.know([other for other in self.shards if other is not shard], {})
+        self.ignored[shard.name] = reason
         with suppress(OSError):  # of a folder that others write
-            shard.path.with_suffix(INDEX).unlink(missing_ok=True)
+            shard.path(INDEX).unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------------------------
     # writing
@@ -144,29 +185,25 @@ class Store:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Forget records.  Their bytes leave the disk with the last record of their shard."""
-        keys = set(keys)
-        touched = {name: shard for name, shard in self.shards.items() if not keys.isdisjoint(shard.records)}
-        emptied = [name for name, shard in touched.items() if keys.issuperset(shard.records)]
-        self.drop(emptied)  # first: it makes room on a full disk for what follows
-        for name in touched.keys() - set(emptied):
-            touched[name].forget(keys)
-        self.newest = {key: shard for key, shard in self.newest.items() if key not in keys}
+        _places, gone = found(self.records["key"], np.sort(all_hashed(keys, KEY)))
+        touched = {self.shards[number].name for number in np.unique(self.records["shard"][gone])}
+        self.records, self.compared = self.records[~gone], self.compared[~gone]
+        self.keep(self.records)  # first: it makes room on a full disk for what follows
+        for number, shard in enumerate(self.shards):
+            if shard.name in touched:
+                shard.write_index(self.records[self.records["shard"] == number])
 
     def delete_superseded(self) -> None:
         """Remove shards of which every record has a newer one."""
-        current = {shard.path.stem for shard in self.newest.values()}
-        self.drop(self.shards.keys() - current)
+        self.keep(self.records[self.newest()])
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Remove whole shards."""
-        for shard in self.let_go(names):
+    def keep(self, records: Records) -> None:
+        """Remove all shards but those that have one of these records."""
+        numbers = set(np.unique(records["shard"]).tolist())
+        gone = [shard for number, shard in enumerate(self.shards) if number not in numbers]
+        self.know([shard for number, shard in enumerate(self.shards) if number in numbers], {})
+        for shard in gone:
             shard.remove()
-
-    def let_go(self, names: Iterable[str]) -> list[Shard]:
-        """Know shards no longer; they stay on disk."""
-        gone = {name: self.shards.pop(name) for name in list(names)}
-        self.newest = {key: shard for key, shard in self.newest.items() if shard.path.stem not in gone}
-        return list(gone.values())
 
     def sweep(self, idle_s: float = IDLE_S) -> None:
         """Remove what killed writers left and what is damaged, if nothing has written it for so long.
@@ -214,5 +251,16 @@ class Writer:
         records, self.records, self.num_bytes = self.records, {}, 0
         if records:
             # oldest first: the run, then the shard within it
-            write_shard(self.folder / f"{self.age:06d}-{self.num_written:06d}-{self.name}-{self.token}{DATA}", records)
+            write_shard(self.folder, f"{self.age:06d}-{self.num_written:06d}-{self.name}-{self.token}", records)
             self.num_written += 1
+
+
+def all_hashed(texts: Iterable[str], kind: np.dtype[np.void]) -> NDArray[np.void]:
+    """The hash of each."""
+    return np.frombuffer(b"".join(hashed(text, kind) for text in texts), kind)
+
+
+def found(sought: NDArray[np.void] | np.void, keys: NDArray[np.void]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Of one key or of each, the last of its places among the sorted keys, and whether it is there."""
+    end = keys.searchsorted(sought, "right")
+    return end - 1, keys.searchsorted(sought, "left") < end
