@@ -151,7 +151,7 @@ def read(path: Path, weights: Weights) -> Contents:
     """What a checkpoint, or a LoRA's file, holds."""
     if is_lora_file(path):
         if weights == "ema":
-            raise UserError("--weights ema is of a checkpoint: a LoRA's file does not have both")
+            raise UserError("--weights ema goes with a checkpoint: a LoRA's file has one kind of weights")
         file = path / lora.FILE_NAME if path.is_dir() else path
         return Contents(transformer_class=None, transformer_config={}, weights=[], adapters=export.read_lora_file(file))
     manifest = read_manifest(path)
