@@ -81,13 +81,13 @@ class Saver:
         self.failure: str | None = None
         """why the last checkpoint could not be written"""
 
-    def save(self, engine: DeepSpeedEngine, manifest: Manifest) -> None:
-        """Begin a checkpoint, once the one before it is done."""
+    def save(self, engine: DeepSpeedEngine, manifest: Manifest, more: Files | None = None) -> None:
+        """Begin a checkpoint, once the one before it is done; `more` are files of this rank beside DeepSpeed's."""
         self.finish()
         partial = self.partial(manifest)
         try:
             runtime.on_main(lambda: make_anew(partial), f"making {partial.name}")
-            files = collect(engine, partial, manifest)
+            files = collect(engine, partial, manifest) | (more or {})
             self.look_for_room(files)
         except (UserError, RuntimeError) as error:
             self.failed(manifest, str(error))

@@ -3,7 +3,7 @@
 from PIL import ImageColor
 
 from ds_flux import UserError
-from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, TrainConfig
+from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
 from ds_flux.flags import names_of
 
 Rules = list[tuple[bool, str]]  # whether it is broken, and what to say then
@@ -33,6 +33,7 @@ def check(config: Config) -> None:
             lora.rank is None and lora != LoraConfig(),
             "LoRA flags without --rank have no effect: give --rank, or leave them out",
         ),
+        *ema_rules(config.optim),
         (not is_shift(shift), f"--timestep_shift {shift}: expected none, resolution or a number > 0"),
         *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in SHARES],
         *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in POSITIVE],
@@ -53,6 +54,17 @@ def check_data(data: DataConfig) -> None:
         if broken:
             raise UserError(message)
     check_colour(data.alpha_background)
+
+
+def ema_rules(optim: OptimConfig) -> Rules:
+    """The average of the weights."""
+    return [
+        (
+            optim.ema_decay is not None and not 0 < optim.ema_decay < 1,
+            f"--ema_decay {optim.ema_decay} is not between 0 and 1, both excluded",
+        ),
+        (optim.ema_decay is None and optim.ema_device is not None, "--ema_device has no effect without --ema_decay"),
+    ]
 
 
 def model_rules(model: ModelConfig) -> Rules:

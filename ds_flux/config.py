@@ -220,6 +220,10 @@ class OptimConfig:
     """cosine_with_restarts: number of cycles"""
     lr_power: float = 1.0
     """polynomial: power"""
+    ema_decay: float | None = None
+    """keep an average of the weights: ema = ema_decay * ema + (1 - ema_decay) * weights after each step; default: none"""
+    ema_device: Literal["cpu"] | None = None
+    """cpu: keep that average in CPU memory; default: where the optimizer has its fp32 weights"""
 
 
 @dataclass(frozen=True, kw_only=True)

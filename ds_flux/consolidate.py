@@ -19,9 +19,10 @@ from ds_flux.flags import parse
 from ds_flux.manifest import MANIFEST, find, read_manifest
 from ds_flux.streaming import TensorPieces, write_files, write_shards
 from ds_flux.zero import foreign as foreign_files
-from ds_flux.zero.files import read_checkpoint
+from ds_flux.zero.files import read_checkpoint, read_ema
 
 ORIGINAL_FILE = "transformer.safetensors"  # not the name that from_pretrained looks for: these are not its keys
+Weights = Literal["trained", "ema"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class ConsolidateConfig:
     diffusers' layout or of a model; its names and shapes are checked, its values are not"""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """of the tensors written"""
+    weights: Weights = "trained"
+    """those that were trained, or their moving average that --ema_decay kept"""
     max_shard_size: str = "10GB"
     """largest weight file, e.g. 5GB or 500MB, where --format has more than one"""
     config: str | None = None
@@ -64,13 +67,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=str, help="folder to write; it must not exist")
     parser.add_class_arguments(ConsolidateConfig)
     settings = parse(parser, argv)
+    if settings.config is not None and settings.weights == "ema":
+        raise UserError("--weights ema: only checkpoints of ds_flux hold an average; leave out --config")
     config, verify = (None if path is None else Path(path) for path in (settings.config, settings.verify))
     folder = find_checkpoint(Path(settings.checkpoint), config)
     expected = {} if verify is None else expected_of(verify, folder, settings)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.dtype]
     base = None if settings.merge_lora is None else Path(settings.merge_lora)
     max_shard_bytes = parse_size(settings.max_shard_size)
-    written = consolidate(folder, Path(settings.out), dtype, max_shard_bytes, form=settings.format, base=base, config=config)
+    chosen = {"form": settings.format, "base": base, "config": config, "weights": settings.weights}
+    written = consolidate(folder, Path(settings.out), dtype, max_shard_bytes, **chosen)
     print(f"{folder} -> {', '.join(map(str, written[:3]))}{' ...' if len(written) > 3 else ''}")
     if verify is not None:
         print(compare.check(Path(settings.out), verify, expected))
@@ -135,6 +141,7 @@ def consolidate(
     form: Format = "diffusers",
     base: Path | None = None,
     config: Path | None = None,
+    weights: Weights = "trained",
 ) -> list[Path]:
     """Write the weights of a checkpoint to folder `out`, complete or not at all.
 
@@ -144,13 +151,15 @@ def consolidate(
     Args:
         base: the base that a LoRA is to be merged into.
         config: of the transformer, where the checkpoint has no manifest.
+        weights: those that were trained, or their average where they were trained with --ema_decay.
 
     Raises:
-        UserError: the checkpoint is not whole, a LoRA does not fit its base, the format has no such file, or `out` exists.
+        UserError: the checkpoint is not whole or has no averages, a LoRA does not fit its base, the format has no such file,
+            or `out` exists.
     """
     if out.exists():
         raise UserError(f"{out} exists already: remove it, or choose another name")
-    contents = read(folder) if config is None else read_foreign(folder, config)
+    contents = read(folder, weights) if config is None else read_foreign(folder, config)
     if base is not None:
         contents = merge_into(base, contents)
     tensors = named(contents, form)
@@ -170,13 +179,18 @@ def consolidate(
     return sorted(out.iterdir())
 
 
-def read(path: Path) -> Contents:
+def read(path: Path, weights: Weights) -> Contents:
     """What a checkpoint, or a LoRA's file, holds."""
     if is_lora_file(path):
+        if weights == "ema":
+            raise UserError("--weights ema goes with a checkpoint: a LoRA's file has one kind of weights")
         file = path / lora.FILE_NAME if path.is_dir() else path
         return Contents(transformer_class=None, transformer_config={}, weights=[], adapters=export.read_lora_file(file))
     manifest = read_manifest(path)
     tensors = read_checkpoint(path, manifest)
+    if weights == "ema":
+        averages = {tensor.name: tensor for tensor in read_ema(path, manifest)}
+        tensors = [averages.get(tensor.name, tensor) for tensor in tensors]
     return Contents(
         transformer_class=manifest.transformer_class,
         transformer_config=manifest.transformer_config,

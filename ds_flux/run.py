@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_flux import UserError, assemble, caching, checkpoint, inputs, lora, models, runtime
 from ds_flux.conditioning import Conditioner
-from ds_flux.config import Config
+from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
 from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
@@ -18,6 +18,8 @@ from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
+from ds_flux.zero.ema import Ema
+from ds_flux.zero.files import has_ema
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Run:
     manifest: Manifest  # of step 0
     first_step: int
     last_step: int
+    ema: Ema | None
 
 
 def setup(config: Config) -> Run:
@@ -72,7 +75,24 @@ def setup(config: Config) -> Run:
         manifest=manifest,
         first_step=engine.global_steps,
         last_step=last_step,
+        ema=keep_ema(config.optim, engine, resumed),
     )
+
+
+def keep_ema(optim: OptimConfig, engine: engines.Engine, resumed: tuple[Path, Manifest] | None) -> Ema | None:
+    """The average of the weights of an engine that is ready, if one is asked for: the checkpoint's, or a new one."""
+    is_saved = resumed is not None and has_ema(resumed[1])
+    if optim.ema_decay is None:
+        if is_saved:
+            runtime.log(f"{resumed[0].name} has EMA weights, which end here: there is no --ema_decay")
+        return None
+    ema = Ema.start(engine, optim.ema_decay, optim.ema_device)
+    if is_saved:
+        with runtime.together("reading the EMA weights"):
+            ema.load(*resumed)
+    elif resumed:
+        runtime.log(f"{resumed[0].name} has no EMA weights: they start as its weights")
+    return ema
 
 
 def make_objective(config: Config, architecture: models.Architecture) -> Objective:

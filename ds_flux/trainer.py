@@ -50,6 +50,8 @@ def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
     is_skipped = not math.isfinite(figures["loss"]) or not math.isfinite(grad_norm)
     if is_skipped:
         name_what_is_not_finite(run, raws, of_samples, figures["loss"], grad_norm)
+    elif run.ema:
+        run.ema.update()
     return {**figures, "lr": lr, "grad_norm": grad_norm, "skipped": is_skipped}
 
 
@@ -137,7 +139,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
             writer.write(step, figures | memory_peaks())
             if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-                saver.save(run.engine, manifest_of(run, step, batches))
+                saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
                     f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
@@ -161,13 +163,18 @@ def manifest_of(run: Run, step: int, batches: Batches) -> Manifest:
     return replace(run.manifest, step=step, stream=stream)
 
 
+def ema_files(run: Run) -> checkpoint.Files:
+    """Of this rank."""
+    return run.ema.contents() if run.ema else {}
+
+
 def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, request: Request) -> None:
     """Save what is not saved yet, and say how to go on where the run ends.  A collective."""
     saver.finish()
     folder = saver.output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
     if step > run.first_step and not is_saved:
-        saver.save(run.engine, manifest_of(run, step, batches))
+        saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
     if not request.stops:
         runtime.log(f"asked by {request.reason} after step {step}")
         return

@@ -48,6 +48,7 @@ FLOORS = [
         "zero.files",
         "zero.foreign",
         "zero.elastic",
+        "zero.ema",
         "lora",
     ],
     ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
@@ -59,7 +60,7 @@ FLOORS = [
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
 WALLS = {  # third-party package -> the only modules that may import it
-    "deepspeed": {"runtime", "zero.ds_config", "zero.weights", "zero.engines", "zero.elastic", "checkpoint"},
+    "deepspeed": {"runtime", "zero.ds_config", "zero.weights", "zero.engines", "zero.elastic", "zero.ema", "checkpoint"},
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},

@@ -92,7 +92,18 @@ def train_config(
     fill(config, path, "train_batch_size", f"train_batch_size x accumulation x {world_size} processes =", global_batch_size)
     fill(config, path, "gradient_clipping", "max_grad_norm", optim.max_grad_norm)
     fill_optimizer(config, path, optim)
-    return finish(config, path, bf16, size)
+    config = finish(config, path, bf16, size)
+    if optim.ema_decay is not None:
+        check_ema(config, path)
+    return config
+
+
+def check_ema(config: dict[str, Any], path: str) -> None:
+    """Raise UserError unless there are fp32 weights in memory, to keep an average of."""
+    if optimizer_device(config) == "nvme":
+        raise UserError(f"{path}: --ema_decay needs the optimizer in memory, and offload_optimizer puts it on NVMe")
+    if config["bf16"].get("bf16_master_weights_and_grads", False):
+        raise UserError(f"{path}: --ema_decay needs fp32 weights in the optimizer, and bf16_master_weights_and_grads has none")
 
 
 def inference_config(path: str, bf16: bool, size: ModelSize, offload: bool) -> dict[str, Any]:

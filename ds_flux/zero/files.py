@@ -22,6 +22,8 @@ from ds_flux.streaming import Piece, TensorPieces, between, stored, whole
 MASTERS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 BASE_OPTIMIZER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 """{stage: the name in a rank's file} of the fp32 weights, one flat tensor a group, and of what torch's optimizer says"""
+EMA_FILE = "_ema.pt"
+"""ends the names of the files with the averages of the weights"""
 
 
 class ZeroStageEnum(IntEnum):
@@ -76,6 +78,25 @@ def read_checkpoint(folder: Path, manifest: Manifest) -> list[TensorPieces]:
     else:
         frozen = in_one_piece(model["frozen_param_fragments"] or {})
     return buffers + frozen + masters(manifest.zero_stage, model["param_shapes"], optimizers)
+
+
+def has_ema(manifest: Manifest) -> bool:
+    """Whether a checkpoint holds averages of the weights."""
+    return any(name.endswith(EMA_FILE) for name in manifest.files)
+
+
+def read_ema(folder: Path, manifest: Manifest) -> list[TensorPieces]:
+    """The averages of the weights that train, in fp32 pieces; of any stage.
+
+    Raises:
+        UserError: the checkpoint has none.
+    """
+    if not has_ema(manifest):
+        raise UserError(f"{folder} has no EMA weights: it was made without --ema_decay")
+    ranks = [load(path) for path in by_rank(folder, manifest, EMA_FILE)]
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in ranks[0]["shapes"]]
+    flats = [[rank["flats"][group] for rank in ranks] for group in range(len(shapes))]
+    return partitioned(manifest.zero_stage, shapes, flats, ranks[0]["gaps"])
 
 
 @dataclass(frozen=True)
