@@ -8,6 +8,7 @@ from PIL import Image
 
 from ds_flux import demo
 from ds_flux.families import tiny
+from tests.distributed import ROOT
 
 RESOLUTION, NUM_IMAGE_TOKENS, NUM_TEXT_TOKENS, NUM_IMAGES = 256, 256, 64, 64
 TRANSFORMER = dict(
@@ -38,3 +39,15 @@ def write(folder: Path) -> None:
         color = tuple(int(x) for x in torch.randint(0, 256, (3,)))
         Image.new("RGB", (RESOLUTION, RESOLUTION), color).save(folder / f"images/{number}.png")
     (folder / "done").touch()
+
+
+def flags(folder: Path, output_dir: Path, num_steps: int) -> list[str]:
+    """Of `ds-flux train` on these, under ZeRO-3 and without checkpoints on the way."""
+    arguments = {
+        "pretrained_model_name_or_path": folder / "model", "instance_data_dir": folder / "images",
+        "instance_prompt": "a handwritten seven", "output_dir": output_dir, "resolution": RESOLUTION,
+        "max_sequence_length": NUM_TEXT_TOKENS, "mixed_precision": "bf16", "train_batch_size": 2,
+        "max_train_steps": num_steps, "deepspeed_config": ROOT / "ds_configs/zero3.json",
+        "text_encoder_deepspeed_config": ROOT / "ds_configs/text_encoder_zero3.json", "checkpointing_steps": 10**6,
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in arguments.items()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import assets
-from tests.distributed import ROOT, launch
+from tests.distributed import launch
 
 
 def measure(clock: list[float], out: str) -> None:
@@ -36,14 +36,8 @@ def ours(folder: str, num_steps: int, out: str) -> None:
     """One rank of `ds-flux train`, its steps clocked from outside."""
     from ds_flux import checkpoint, commands, config, trainer
 
-    arguments = {
-        "pretrained_model_name_or_path": f"{folder}/model", "instance_data_dir": f"{folder}/images",
-        "instance_prompt": "a handwritten seven", "output_dir": f"{out}-run", "resolution": assets.RESOLUTION,
-        "max_sequence_length": assets.NUM_TEXT_TOKENS, "mixed_precision": "bf16", "train_batch_size": 2,
-        "max_train_steps": num_steps, "deepspeed_config": ROOT / "ds_configs/zero3.json",
-        "text_encoder_deepspeed_config": ROOT / "ds_configs/text_encoder_zero3.json", "checkpointing_steps": 10**6,
-    }  # fmt: skip
-    settings, _ = config.load([f"--{k}={v}" for k, v in arguments.items()], "ds-flux train", commands.TrainCommand)
+    argv = assets.flags(Path(folder), Path(f"{out}-run"), num_steps)
+    settings, _ = config.load(argv, "ds-flux train", commands.TrainCommand)
     clock: list[float] = []
     step = trainer.train_step
 
