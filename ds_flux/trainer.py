@@ -111,7 +111,11 @@ def run_to_the_end(config: Config) -> None:
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
     saver = make_saver(run)
     with Requests(output_dir) as requests, closing(writer):
-        loop(run, saver, writer, requests)
+        try:
+            loop(run, saver, writer, requests)
+        except UserError:  # known to all ranks: what is being written can still be completed
+            saver.finish()
+            raise
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
 
