@@ -3,7 +3,9 @@
 import json
 import math
 import resource
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -55,6 +57,7 @@ class MetricsWriter:
 
     def __init__(self, output_dir: Path, first_step: int, last_step: int, active: bool) -> None:
         self.active = active
+        self.trouble: str | None = None
         self.last_time_s = time.perf_counter()
         if not active:
             return
@@ -66,18 +69,26 @@ class MetricsWriter:
         self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
 
     def write(self, step: int, figures: dict[str, float]) -> None:
-        """Record the figures of an optimizer step, null for what is not finite; adds images per second."""
+        """Record the figures of an optimizer step, null for what is not finite; adds images per second.
+
+        A disk that is full does not end the run: what is lost is said once.
+        """
         if not self.active:
             return
         now_s = time.perf_counter()
         figures = {**figures, "images_per_s": figures["num_images"] / (now_s - self.last_time_s)}
         self.last_time_s = now_s
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        for name, value in finite.items():
-            if value is not None:
-                self.board.add_scalar(name, value, step)
-        self.lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self.lines.flush()
+        try:
+            for name, value in finite.items():
+                if value is not None:
+                    self.board.add_scalar(name, value, step)
+            self.lines.write(json.dumps({"step": step, **finite}) + "\n")
+            self.lines.flush()
+        except OSError as error:
+            if self.trouble is None:
+                self.bar.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on", file=sys.stderr)
+            self.trouble = str(error)
         self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
         self.bar.update()
 
@@ -85,8 +96,10 @@ class MetricsWriter:
         """Flush and close."""
         if self.active:
             self.bar.close()
-            self.board.close()
-            self.lines.close()
+            with suppress(OSError):
+                self.board.close()
+            with suppress(OSError):
+                self.lines.close()
 
 
 def keep_lines_before(path: Path, first_step: int) -> None:

@@ -87,6 +87,20 @@ def test_a_disk_that_fills_up(assets: Assets, small_disk: Path, tmp_path: Path, 
     assert (small_disk / "run/checkpoint-4/ds_flux.json").exists()
 
 
+def test_a_disk_that_is_full_to_the_last_byte(assets: Assets, small_disk: Path) -> None:
+    """Neither figures nor the checkpoint can be written: training goes on to its end, and says so."""
+    with started(launch_command(2, "ds_flux", "train", *assets.flags(small_disk / "run", max_train_steps=60))) as process:
+        wait_for(small_disk / "run", "logs/metrics.jsonl", process)
+        with pytest.raises(OSError, match="No space"), (small_disk / "filler").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+            file.write(bytes(4096))
+        _, errors = process.communicate(timeout=120)
+    assert errors.count("the figures cannot be written: No space left on device; training goes on") == 1
+    assert process.returncode != 0 and "ds-flux: error: checkpoint-60 could not be written: " in errors
+    assert "Traceback" not in errors, errors[-3000:]
+
+
 def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
     """`save` goes on, `stop` ends the run with status 0 and the command that resumes it; SIGUSR1 to one rank does the same."""
     flags = assets.flags(tmp_path / "run", max_train_steps=400, checkpointing_steps=400, checkpoints_total_limit=9)

@@ -68,5 +68,8 @@ class SkippedSamples:
 
     def write(self, bad: list[Bad]) -> None:
         """Add lines; a new run begins the file anew."""
-        with self.path.open("w" if len(bad) == len(self.reasons) else "a") as file:
-            file.writelines(json.dumps(vars(one)) + "\n" for one in bad)
+        try:
+            with self.path.open("w" if len(bad) == len(self.reasons) else "a") as file:
+                file.writelines(json.dumps(vars(one)) + "\n" for one in bad)
+        except OSError as error:  # a full disk does not end the run
+            runtime.log(f"{self.path} cannot be written: {error.strerror}; it lacks {', '.join(one.name for one in bad)}")
