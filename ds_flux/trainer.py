@@ -188,10 +188,13 @@ def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, reque
 
 
 def record(run: Run, output_dir: Path) -> None:
-    """Put the resolved settings into the run's folder."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(output_dir / "config.yaml", run.config.to_yaml())
-    write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
+    """Put the resolved settings into the run's folder.  Raises UserError where that cannot be written."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(output_dir / "config.yaml", run.config.to_yaml())
+        write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
+    except OSError as error:
+        raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
 
 
 def announce(run: Run, setup_s: float) -> None:

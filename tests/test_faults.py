@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from ds_flux import UserError, checkpoint
 from tests.benchmarks import kills
 from tests.conftest import Assets
 from tests.distributed import launch, launch_command, metrics, run_jobs
 from tests.test_caching_ends import started, wait_for
 from tests.test_engines import rank_process
+from tests.test_errors import RunMain, one_line
 
 STAGES = {"0": (0, False), "1": (1, False), "2": (2, True), "3": (3, False), "3 offload": (3, True)}
 PRECISIONS = ("no", "bf16")
@@ -99,6 +101,17 @@ def test_a_disk_that_is_full_to_the_last_byte(assets: Assets, small_disk: Path) 
     assert errors.count("the figures cannot be written: No space left on device; training goes on") == 1
     assert process.returncode != 0 and "ds-flux: error: checkpoint-60 could not be written: " in errors
     assert "Traceback" not in errors, errors[-3000:]
+
+
+def test_a_folder_that_cannot_be_written(assets: Assets, small_disk: Path, run_main: RunMain) -> None:
+    """At the start it ends the run; a checkpoint that cannot be begun does not touch what is there."""
+    (small_disk / "checkpoint-2.partial").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    done = run_main("train", *assets.flags(small_disk / "run", deepspeed_config=assets.ds_config(0)))
+    one_line(done, "run cannot be written: Read-only file system")
+    with pytest.raises(UserError, match="disk cannot be written: Read-only file system"):
+        checkpoint.make_anew(small_disk / "checkpoint-2.partial")
+    assert (small_disk / "checkpoint-2.partial").is_dir()
 
 
 def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
