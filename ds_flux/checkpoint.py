@@ -40,6 +40,7 @@ from ds_flux.manifest import (
 from ds_flux.zero import elastic
 from ds_flux.zero import files as rank_files
 
+SCRIPT_BYTES = 1 << 16  # more than zero_to_fp32.py has
 Files = dict[str, Any]  # {name in the checkpoint: what `torch.save` writes}
 
 
@@ -76,14 +77,21 @@ class Saver:
 
     def __init__(self, output_dir: Path, total_limit: int | None, in_background: bool):
         self.output_dir, self.total_limit, self.in_background = output_dir, total_limit, in_background
+        self.limit_now = total_limit
         self.thread = ThreadPoolExecutor(1)
         self.writing: tuple[Manifest, Future] | None = None
         self.failure: str | None = None
         """why the last checkpoint could not be written"""
 
-    def save(self, engine: DeepSpeedEngine, manifest: Manifest, more: Files | None = None) -> None:
-        """Begin a checkpoint, once the one before it is done; `more` are files of this rank beside DeepSpeed's."""
+    def save(self, engine: DeepSpeedEngine, manifest: Manifest, more: Files | None = None, deletes: bool = True) -> None:
+        """Begin a checkpoint, once the one before it is done.
+
+        Args:
+            more: files of this rank beside DeepSpeed's.
+            deletes: the oldest beyond the limit, afterwards.
+        """
         self.finish()
+        self.limit_now = self.total_limit if deletes else None
         partial = self.partial(manifest)
         try:
             runtime.on_main(lambda: make_anew(partial), f"making {partial.name}")
@@ -127,7 +135,7 @@ class Saver:
             with runtime.together(f"writing {partial.name}"):
                 mine = future.result()
             whole = dict(sorted(entry for of_rank in runtime.gathered([mine]) for entry in of_rank.items()))
-            runtime.on_main(lambda: publish(partial, with_files(manifest, partial, whole), self.total_limit), "naming it")
+            runtime.on_main(lambda: publish(partial, with_files(manifest, partial, whole), self.limit_now), "naming it")
             self.failure = None
         except (UserError, RuntimeError) as error:
             self.failed(manifest, str(error))
@@ -147,11 +155,11 @@ class Saver:
 
 
 def make_anew(partial: Path) -> None:
-    """An empty folder, in which a file can be written."""
+    """An empty folder, with room for the script that DeepSpeed copies on rank 0 alone, which must not fail there."""
     try:
         remove(partial)
         partial.mkdir(parents=True)
-        (partial / "try").touch()
+        (partial / "try").write_bytes(bytes(SCRIPT_BYTES))
         (partial / "try").unlink()
     except OSError as error:
         raise UserError(f"{partial.parent} cannot be written: {error.strerror}") from None

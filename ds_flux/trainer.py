@@ -127,7 +127,10 @@ def make_saver(run: Run) -> checkpoint.Saver:
 
 
 def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> None:
-    """Step after step, to the last one or until it is asked to stop."""
+    """Step after step, to the last one or until it is asked to stop.
+
+    While steps are not taken there are no checkpoints, and at the end none is deleted: the weights may be spoilt since before.
+    """
     steps, num_skipped = (run.first_step, run.last_step), 0
     is_asked = lambda: requests.number != 0  # noqa: E731
     for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
@@ -142,14 +145,17 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             figures = train_step(run, batches)
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
             writer.write(step, figures | memory_peaks())
-            if step % run.config.checkpoint.checkpointing_steps == 0 or step == run.last_step:
-                saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
+            is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
+            if is_due or step == run.last_step:
+                saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
                     f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
                     f"{step - num_skipped}; resume with a lower --learning_rate, or without those samples"
                 )
     saver.close()
+    if num_skipped:
+        runtime.log(f"the last {num_skipped} steps were not taken: the weights are those of step {run.last_step - num_skipped}")
     runtime.log(f"done: {run.last_step} steps; {saver.output_dir / f'checkpoint-{run.last_step}'}")
 
 

@@ -46,8 +46,10 @@ def test_a_run_that_diverges_ends_before_it_spoils_a_checkpoint(
     assets: Assets, tmp_path: Path, run_main: Callable[..., Done]
 ) -> None:
     changes = {"learning_rate": 1e30, "lr_warmup_steps": 0, "max_grad_norm": 0, "checkpointing_steps": 1}
+    changes |= {"max_skipped_steps": 3, "checkpoints_total_limit": 1}
     done = run_main("train", *assets.flags(tmp_path / "run", deepspeed_config=assets.ds_config(0), **changes))
     assert done.status == 2
-    assert "resume from the last checkpoint with a lower --learning_rate" in done.errors
-    assert not list((tmp_path / "run").glob("*.partial"))
-    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == len(metrics(tmp_path / "run")) < 6
+    assert "3 steps in a row were not finite" in done.errors and "resume with a lower --learning_rate" in done.errors
+    rows = metrics(tmp_path / "run")
+    assert [row["skipped"] for row in rows[-3:]] == [True] * 3 and not rows[-4]["skipped"]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{len(rows) - 3}"]
