@@ -21,6 +21,8 @@ from tests.test_errors import one_line
 
 BOTH = {"cache_latents": "true", "cache_text": "true"}
 
+pytestmark = pytest.mark.timeout(600)  # several launches of two ranks
+
 
 @pytest.fixture(scope="module")
 def folder(pairs: Pairs, assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:

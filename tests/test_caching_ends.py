@@ -20,6 +20,8 @@ from tests.test_errors import RunMain, one_line
 NUM_IMAGES, RESOLUTION = 72, 256  # of two ranks one encodes 32, then 8, and the other 32
 SHARD_BYTES = 256 << 10  # four of them
 
+pytestmark = pytest.mark.timeout(600)  # several launches of two ranks
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:

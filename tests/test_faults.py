@@ -62,6 +62,7 @@ def test_steps_that_are_never_finite_end_the_run(poisoned: Path, assets: Assets,
     assert len(metrics(tmp_path / "run")) == 2
 
 
+@pytest.mark.timeout(900)
 def test_a_run_that_is_killed_comes_to_the_same_weights(assets: Assets, tmp_path: Path) -> None:
     """Inside saves and between them; the long form is tests/benchmarks/kills.py."""
     own = dict(max_train_steps=10, checkpointing_steps=2, checkpoints_total_limit=2)
@@ -97,7 +98,7 @@ def test_a_disk_that_is_full_to_the_last_byte(assets: Assets, small_disk: Path) 
             while file.write(bytes(4096)) == 4096:
                 pass
             file.write(bytes(4096))
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     assert errors.count("the figures cannot be written: No space left on device; training goes on") == 1
     assert process.returncode != 0 and "ds-flux: error: checkpoint-60 could not be written: " in errors
     assert "ds_flux/" not in errors.replace(str(small_disk), ""), "the one traceback is of TensorBoard's own thread"
@@ -122,7 +123,7 @@ def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
         (tmp_path / "run/save").touch()
         wait_for(tmp_path / "run", "checkpoint-*/ds_flux.json", process)
         (tmp_path / "run/stop").touch()
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert not (tmp_path / "run/save").exists() and not (tmp_path / "run/stop").exists()
     line = next(line for line in errors.splitlines() if "stopped by the file stop after step" in line)
@@ -132,7 +133,7 @@ def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
         while "training all weights" not in (said := process.stderr.readline()):
             assert said
         rank_process(process, 1).send_signal(signal.SIGUSR1)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode == 0 and "stopped by SIGUSR1 after step" in errors
 
 
@@ -141,7 +142,7 @@ def test_a_rank_that_fails_alone_ends_all(assets: Assets, tmp_path: Path, kind: 
     """With its own words; where it is memory, with what to do."""
     job = {"function": "tests.workers:fails_alone", "args": [assets.flags(tmp_path / "run"), kind]}
     (tmp_path / "jobs.json").write_text(json.dumps([job]))
-    done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"), timeout_s=120)
+    done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"), timeout_s=200)
     assert done.returncode != 0 and message in done.stderr, done.stderr[-3000:]
     if kind == "memory":
         assert "Traceback" not in done.stderr and "--gradient_checkpointing" in done.stderr
@@ -154,7 +155,7 @@ def test_a_rank_that_answers_no_longer_is_named(assets: Assets, tmp_path: Path, 
     with started(launch_command(2, "ds_flux", "train", *flags)) as process:
         wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
         rank_process(process, 1).send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=200)
     assert process.returncode != 0
     assert "ds-flux: error: rank 1 of 2 does not answer any more" in errors, errors[-3000:]
     assert "Traceback" not in errors

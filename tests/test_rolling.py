@@ -19,6 +19,8 @@ NUM_ITEMS = 10  # two steps
 ROLLING = {"cache_latents": "true", "cache_text": "true", "precomputation_items": NUM_ITEMS}
 WORDS = "zero one two three four five".split()
 
+pytestmark = pytest.mark.timeout(600)  # several launches of two ranks
+
 
 def write_images(folder: Path) -> Path:
     """Twice as wide as high: a crop matters; of tags: their order matters."""

@@ -23,6 +23,8 @@ NUM_SHARDS, NUM_ROWS, BATCH = 4, 6, 8
 JPG_AND_TXT = dict(image_column="jpg", caption_column="txt", streaming=True)
 Steps = list[list[StreamedRow]]
 
+pytestmark = pytest.mark.timeout(600)  # several launches of two ranks
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
