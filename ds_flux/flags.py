@@ -29,15 +29,34 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Any:
         if argument.startswith("--"):
             check_known([argument[2:].split("=")[0].split("+")[0]], flags, "flag", "--")
     try:
-        for path in values_of(argv, "--config") if isinstance(flags.get("config"), ActionConfigFile) else ():
-            settings = read_yaml(path)
-            for name in OTHER_NAMES.keys() & settings.keys():
-                ours, value = OTHER_NAMES[name]
-                raise UserError(f"{name} in {path} is another name: write {ours}: {value or settings[name]}")
-            check_known(settings, set(flags) - {"help", "config", "print_config"}, f"key in {path}")
+        if isinstance(flags.get("config"), ActionConfigFile):
+            check_files(values_of(argv, "--config"), set(flags) - {"help", "config", "print_config"})
+            argv = with_files_first(argv)
         return parser.parse_args(with_explicit_switches(argv, switches))
     except ArgumentError as error:
         raise UserError(in_plain_words(str(error))) from None
+
+
+def check_files(paths: list[str], known: set[str]) -> None:
+    """Raise UserError for the first key of the YAML files that is not among the `known` ones."""
+    for path in paths:
+        settings = read_yaml(path)
+        for name in OTHER_NAMES.keys() & settings.keys():
+            ours, value = OTHER_NAMES[name]
+            raise UserError(f"{name} in {path} is another name: write {ours}: {value or settings[name]}")
+        check_known(settings, known, f"key in {path}")
+
+
+def with_files_first(argv: list[str]) -> list[str]:
+    """The command line wins over --config wherever it stands; jsonargparse lets the later one win."""
+    files, rest = [], []
+    left = iter(argv)
+    for argument in left:
+        place = files if argument.split("=")[0] == "--config" else rest
+        place.append(argument)
+        if argument == "--config":
+            place += [value for value in [next(left, None)] if value is not None]
+    return files + rest
 
 
 def in_our_name(argument: str) -> str:

@@ -26,9 +26,11 @@ def load(*arguments: str) -> config.Config:
 
 def test_command_line_wins_over_yaml_wins_over_defaults(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("learning_rate: 3.0e-4\nseed: 5\nrandom_flip: true\n")
-    settings = load("--config", str(tmp_path / "run.yaml"), "--seed", "7")
-    assert (settings.optim.learning_rate, settings.run.seed, settings.data.random_flip) == (3e-4, 7, True)
-    assert settings.train.train_batch_size == 1
+    file = ("--config", str(tmp_path / "run.yaml"))
+    for arguments in ((*file, "--seed", "7"), ("--seed", "7", *file), ("--seed=7", f"--config={file[1]}")):
+        settings = load(*arguments)
+        assert (settings.optim.learning_rate, settings.run.seed, settings.data.random_flip) == (3e-4, 7, True)
+        assert settings.train.train_batch_size == 1
 
 
 def test_bare_switches_as_in_diffusers_scripts() -> None:
