@@ -30,8 +30,18 @@ def check_fits_model(config: Config, architecture: models.Architecture) -> None:
     for component in ("text_encoder_2", "tokenizer_2"):
         if component not in components and config.flat()[f"{component}_path"] is not None:
             raise UserError(f"--{component}_path has no effect: this model has no {component}")
+    check_sharing(config.zero.sequence_parallel, architecture)
     if config.flow.guidance_scale is not None and not architecture.has_guidance:
         raise UserError("--guidance_scale has no effect: this model has no guidance embedding; leave it out")
+
+
+def check_sharing(size: int, architecture: models.Architecture) -> None:
+    """So many ranks can share a sequence.  Raises UserError."""
+    num_heads, num_ranks = architecture.config["num_attention_heads"], runtime.env_world_size()
+    if num_heads % size:
+        raise UserError(f"--sequence_parallel {size} does not divide the {num_heads} attention heads of this model")
+    if num_ranks > 1 and num_ranks % size:
+        raise UserError(f"--sequence_parallel {size} does not divide the {num_ranks} processes")
 
 
 def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:

@@ -13,7 +13,7 @@ SHARES = (
 )  # fmt: skip
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
-    "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s",
+    "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s", "sequence_parallel",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
     "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",
@@ -28,7 +28,7 @@ def check(config: Config) -> None:
         *source_rules(config.data),
         *reference_rules(config.data),
         *size_rules(config.data, config.train),
-        *stream_rules(config.data, config.train),
+        *stream_rules(config.data, config.train, config.zero.sequence_parallel),
         (
             lora.rank is None and lora != LoraConfig(),
             "LoRA flags without --rank have no effect: give --rank, or leave them out",
@@ -109,7 +109,7 @@ def source_rules(data: DataConfig) -> Rules:
     ]
 
 
-def stream_rules(data: DataConfig, train: TrainConfig) -> Rules:
+def stream_rules(data: DataConfig, train: TrainConfig, sharing: int) -> Rules:
     """What cannot be had of data that are read from front to back; and mixtures."""
     num_data_sets = len(names_of(data.dataset_name or data.instance_data_dir or data.data_files and ["files"]))
     needs_all = {
@@ -129,6 +129,11 @@ def stream_rules(data: DataConfig, train: TrainConfig) -> Rules:
             )
             for name, value in needs_all.items()
         ],
+        (
+            data.streaming and data.cond_image_column is not None and sharing > 1,
+            "--streaming with --cond_image_column and --sequence_parallel contradict each other: nobody knows beforehand "
+            "whether the references can be shared",
+        ),
         (
             data.dataset_weights is not None and len(data.dataset_weights) != num_data_sets,
             f"--dataset_weights has {len(data.dataset_weights or [])} numbers for {num_data_sets} data sets",

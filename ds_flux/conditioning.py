@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_flux.data.schedule import SampleKey
 from ds_flux.families.spec import FluxFamily
 from ds_flux.latents import Batch, patchify
 from ds_flux.randomness import sample_generator
+from ds_flux.zero.sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,22 @@ class Conditioner:
     """draw latents of images by this seed and the sample's identity; None: take the mean"""
     text_cache: TextCache | None = None
     """features from here instead of the encoders, which are gone"""
+    group: SequenceGroup | None = None
+    """ranks that are given the same batches, and encode them together"""
 
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
         """Latents of images and references in fp32, and the text features of the prompts."""
+        num_samples, all_cached = len(raw.keys), raw.are_latents and self.text_cache is not None
+        if self.group is None or all_cached or num_samples == 1:
+            return self.encode(raw)
+        mine = self.encode(raw.part(self.group.samples_of(num_samples)))
+        whole = partial(self.group.gathered, num_samples=num_samples)
+        text = {name: whole(features) for name, features in mine.text.items()}
+        return Batch(whole(mine.latents), text, tuple(map(whole, mine.references)))
+
+    def encode(self, raw: RawBatch) -> Batch:
+        """All of a micro batch on this rank."""
         if raw.are_latents:
             (mean, *references), spread = raw.images, raw.spread
         else:

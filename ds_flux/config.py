@@ -268,6 +268,9 @@ class ZeroConfig:
     """DeepSpeed JSON of the transformer's engine; "auto" in it means: the flags decide"""
     text_encoder_deepspeed_config: str = "ds_configs/text_encoder_zero3.json"
     """DeepSpeed JSON of the frozen text encoder's engine"""
+    sequence_parallel: int = 1
+    """Ulysses: so many processes share each sequence, and its activations; it divides the heads and every segment's tokens.
+    --train_batch_size is then what each such group of processes takes"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from ds_flux import assemble, inputs, lora, models
+from ds_flux import assemble, inputs, lora, models, runtime
 from ds_flux.config import Config
 from ds_flux.data.stream import StreamSchedule
 from ds_flux.zero.ds_config import ModelSize
@@ -49,18 +49,20 @@ def on_what(config: Config, architecture: models.Architecture) -> str:
     """Steps, images, and the batches' shapes."""
     rules = inputs.image_rules(config, architecture)
     source = inputs.open_data(config, architecture, rules)
-    schedule = inputs.make_schedule(config, architecture, source, inputs.look(config, architecture, source, rules))
+    shapes = inputs.look(config, architecture, source, rules)
+    inputs.check_shares(config, architecture, shapes)
+    schedule = inputs.make_schedule(config, architecture, source, shapes)
     last_step = inputs.num_steps(config, schedule)
     if isinstance(schedule, StreamSchedule):
         return (
-            f"{last_step} optimizer steps of {schedule.global_batch_size} images on {schedule.world_size} processes; "
+            f"{last_step} optimizer steps of {schedule.global_batch_size} images on {runtime.env_world_size()} processes; "
             f"{schedule.described}"
         )
     counts = inputs.counts_of_shapes(schedule)
     sizes = sorted({schedule.size_of(shape) for shape in counts})
     per_step = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     lines = [
-        f"{last_step} optimizer steps of {per_step} images on {schedule.world_size} processes; {schedule.described} in "
+        f"{last_step} optimizer steps of {per_step} images on {runtime.env_world_size()} processes; {schedule.described} in "
         f"{len(counts)} {'shape' if len(counts) == 1 else 'shapes'}"
     ]
     if len(counts) > 1:

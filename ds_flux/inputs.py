@@ -38,6 +38,7 @@ def look_at_data(config: Config, architecture: models.Architecture) -> Inputs:
         rules = image_rules(config, architecture)
     source = runtime.on_each_node_first(lambda: open_data(config, architecture, rules), "opening the data")
     shapes = runtime.on_main(lambda: look(config, architecture, source, rules), "looking at the samples")
+    check_shares(config, architecture, shapes)
     samples = SampleDataset(source, config.data, config.run.seed, rules, partial(shapes.sizes, seed=config.run.seed))
     return Inputs(source, shapes, samples)
 
@@ -103,6 +104,22 @@ def look_at_samples(config: Config, architecture: models.Architecture, source: S
     return Shapes(rules.buckets, images, references, windows, null_window)
 
 
+def check_shares(config: Config, architecture: models.Architecture, shapes: Shapes) -> None:
+    """Every segment of every sequence can be cut into --sequence_parallel equal shares.  Raises UserError."""
+    size, grid = config.zero.sequence_parallel, models.pixels_per_token(config.model)
+    sizes = {("image", one) for sizes in shapes.buckets.by_resolution.values() for one in sizes}
+    sizes |= {("reference", one) for of_sample in shapes.references for one in of_sample if one}
+    windows = {window for of_sample in shapes.windows for window in of_sample} | {shapes.null_window}
+    lengths = windows - {0} or {models.text_length(config.model, architecture)}
+    segments = {f"{what} of {width}x{height}": width * height // grid**2 for what, (width, height) in sorted(sizes)}
+    segments |= {f"prompt (--max_sequence_length) of {length} tokens": length for length in sorted(lengths)}
+    for what, num_tokens in segments.items():
+        if num_tokens % size:
+            raise UserError(
+                f"--sequence_parallel {size} does not divide the {num_tokens} tokens of the {what}: change it, or that size"
+            )
+
+
 def name_long_captions(lengths: list[tuple[int, ...]], longest: int) -> None:
     """Tell of captions that are cut."""
     num_captions = sum(map(len, lengths))
@@ -122,8 +139,8 @@ def make_schedule(
         "seed": config.run.seed,
         "micro_batch_size": config.train.train_batch_size,
         "gradient_accumulation_steps": config.train.gradient_accumulation_steps,
-        "world_size": runtime.env_world_size(),
-        "rank": runtime.env_rank(),
+        "dp_size": max(1, runtime.env_world_size() // config.zero.sequence_parallel),
+        "dp_rank": runtime.env_rank() // config.zero.sequence_parallel,
     }
     if isinstance(source, Stream):
         return StreamSchedule(**plan, stream=source)

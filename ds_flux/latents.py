@@ -32,6 +32,21 @@ class Batch:
     references: tuple[Tensor, ...] = ()  # conditioning images, each (B, C, h, w); none for text-to-image
 
 
+@dataclass(frozen=True)
+class TokenShard:
+    """One rank's share of every segment of a sequence, where several ranks hold it together."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __call__(self, tokens: Tensor, dim: int) -> Tensor:
+        """The share of (.., L, ..) along `dim`; L is a multiple of the size."""
+        return tokens.unflatten(dim, (self.size, -1)).select(dim, self.rank)
+
+
+WHOLE = TokenShard()
+
+
 def patchify(latents: Tensor) -> Tensor:
     """(B, c, 2H, 2W) -> (B, 4c, H, W); channel order (c, row, column), as `FluxPipeline._pack_latents`."""
     b, c, h, w = latents.shape

@@ -44,7 +44,7 @@ class LossSums:
             for i, (total, count) in enumerate(zip(totals, counts))
             if count
         }
-        return {"loss": (sums[0] / sums[1]).item(), "num_images": int(sums[1]), **by_bin}
+        return {"loss": (sums[0] / sums[1]).item(), "num_images": round(sums[1].item()), **by_bin}
 
 
 def peak_host_memory_gib() -> float:

@@ -20,6 +20,7 @@ from ds_flux.families.registry import FAMILIES, FLAVOURS, families_of
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
 from ds_flux.flags import check_known
 from ds_flux.randomness import keyed_generator
+from ds_flux.zero.sequence_parallel import SequenceGroup
 from ds_flux.zero.weights import RandomWeights, SafetensorsFolder, WeightSource, fill_module
 
 TRANSFORMER_FILE, TRANSFORMERS_FILE = "diffusion_pytorch_model", "model"
@@ -167,12 +168,18 @@ def transformer_weights(architecture: Architecture, config: ModelConfig, seed: i
 
 
 def build_transformer(
-    architecture: Architecture, config: ModelConfig, lora_config: LoraConfig, seed: int, ds_config: dict[str, Any] | None
+    architecture: Architecture,
+    config: ModelConfig,
+    lora_config: LoraConfig,
+    seed: int,
+    ds_config: dict[str, Any] | None,
+    group: SequenceGroup | None = None,
 ) -> Any:
     """The transformer ready for its engine.  The order matters; see the comments.
 
     Args:
         ds_config: partition the weights by this config (stage 3); None: whole on this rank.
+        group: ranks that share each sequence.
     """
     is_lora = lora_config.rank is not None
     transformer = transformer_on_meta(architecture)
@@ -184,6 +191,8 @@ def build_transformer(
         attention.choose(transformer, config.attention_backend, runtime.device(), weight_dtype(config))
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
+    if group is not None:
+        group.apply(transformer)
     return transformer.train()
 
 

@@ -12,7 +12,7 @@ from ds_flux.data.schedule import SampleKey
 from ds_flux.denoiser import denoising_loss
 from ds_flux.families.spec import FluxFamily
 from ds_flux.flow import loss_weight, sample_sigma
-from ds_flux.latents import Batch
+from ds_flux.latents import WHOLE, Batch, TokenShard
 from ds_flux.randomness import key_seed, sample_generator
 
 
@@ -29,6 +29,8 @@ class Objective:
     """distilled guidance; None: the transformer has no embedding for it"""
     is_flow_map: bool
     """whether the transformer also takes the timestep that a sampling step jumps to"""
+    shard: TokenShard = WHOLE
+    """which of the tokens this rank computes the loss on"""
 
     def draw(self, keys: list[SampleKey], latents: Tensor) -> tuple[Tensor, Tensor]:
         """sigma (B,) and noise like `latents`, each sample's from its own generators."""
@@ -48,8 +50,9 @@ class Objective:
         return guidance | ({"target_timestep": sigma} if self.is_flow_map else {})
 
     def loss(self, engine: Any, batch: Batch, keys: list[SampleKey]) -> tuple[Tensor, Tensor]:
-        """Weighted loss of each sample (B,), and its sigma (B,)."""
+        """Weighted loss of each sample (B,) on this rank's tokens, and its sigma (B,)."""
         sigma, noise = self.draw(keys, batch.latents)
-        torch.manual_seed(key_seed("module", self.seed, *keys[0]))  # for dropout of adapters, which has no generator
-        loss = denoising_loss(engine, self.family, batch, sigma, noise, self.extra(sigma))
+        # for dropout of adapters, which has no generator; other tokens, another mask
+        torch.manual_seed(key_seed("module", self.seed, *keys[0]) + self.shard.rank)
+        loss = denoising_loss(engine, self.family, batch, sigma, noise, self.extra(sigma), self.shard)
         return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma

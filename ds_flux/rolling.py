@@ -82,7 +82,7 @@ def spans_of(schedule: Schedule, num_items: int, last_step: int) -> Iterator[Spa
     micro_batches = schedule.micro_batches(0, last_step)
     span, num = Span(0, []), 0
     while step := list(islice(micro_batches, schedule.gradient_accumulation_steps)):
-        size = sum(map(len, step)) * schedule.world_size
+        size = sum(map(len, step)) * schedule.dp_size
         if span.steps and num + size > num_items:
             yield span
             span, num = Span(span.last_step, []), 0
@@ -153,7 +153,7 @@ class Encoder:
         """The latents of the visits of all ranks, each with a crop and flip of its own.  A collective."""
         cache = LatentCache(caching.open_store(here / "latents"), each_visit=True)
         room = partial(self.room, beside, cache.store)
-        caching.fill_latents(self.conditioner, cache, pictures, sorted(runtime.gathered(keys)), room, self.stopped)
+        caching.fill_latents(self.conditioner, cache, pictures, sorted(set(runtime.gathered(keys))), room, self.stopped)
         return cache
 
     def keep(self, here: Path, beside: Path | None) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
 from ds_flux.data.stream import StreamSchedule
+from ds_flux.latents import WHOLE, TokenShard
 from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
 from ds_flux.objective import Objective
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.ema import Ema
 from ds_flux.zero.files import has_ema
+from ds_flux.zero.sequence_parallel import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,12 @@ def setup(config: Config) -> Run:
     if isinstance(schedule, StreamSchedule) and resumed:
         schedule = schedule.behind(resumed[1].stream)
 
-    conditioner, samples = caching.prepare(config, assemble.build_conditioner(config, architecture), data.samples)
+    group = share_sequences(config.zero.sequence_parallel)
+    conditioner = replace(assemble.build_conditioner(config, architecture), group=group)
+    conditioner, samples = caching.prepare(config, conditioner, data.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
-        transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by)
+        transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by, group)
     engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
     if resumed:
         checkpoint.load(engine, *resumed)
@@ -66,7 +70,7 @@ def setup(config: Config) -> Run:
         config=config,
         engine=engine,
         conditioner=conditioner,
-        objective=make_objective(config, architecture),
+        objective=make_objective(config, architecture, group.shard if group else WHOLE),
         samples=samples,
         skipped=SkippedSamples(
             Path(config.run.output_dir) / "skipped.jsonl", manifest.data["num_samples"], config.data, engine.global_steps > 0
@@ -77,6 +81,13 @@ def setup(config: Config) -> Run:
         last_step=last_step,
         ema=keep_ema(config.optim, engine, resumed),
     )
+
+
+def share_sequences(size: int) -> SequenceGroup | None:
+    """The group that shares this rank's sequences, if it is more than one rank.  A collective; raises UserError."""
+    if size > runtime.world_size():
+        raise UserError(f"--sequence_parallel {size} needs as many processes, and there is {runtime.world_size()}")
+    return SequenceGroup.of_size(size) if size > 1 else None
 
 
 def keep_ema(optim: OptimConfig, engine: engines.Engine, resumed: tuple[Path, Manifest] | None) -> Ema | None:
@@ -95,7 +106,7 @@ def keep_ema(optim: OptimConfig, engine: engines.Engine, resumed: tuple[Path, Ma
     return ema
 
 
-def make_objective(config: Config, architecture: models.Architecture) -> Objective:
+def make_objective(config: Config, architecture: models.Architecture, shard: TokenShard = WHOLE) -> Objective:
     """The objective of a run."""
     return Objective(
         family=architecture.family,
@@ -104,6 +115,7 @@ def make_objective(config: Config, architecture: models.Architecture) -> Objecti
         mu_of=mu_of(config, architecture),
         guidance_scale=guidance_scale(config, architecture),
         is_flow_map=architecture.is_flow_map,
+        shard=shard,
     )
 
 

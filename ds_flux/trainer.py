@@ -45,7 +45,8 @@ def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
         of_samples.append(loss.detach())
         if micro_step < accumulation - 1:
             run.engine.step()  # counts; the optimizer steps at the boundary
-    figures = LossSums.figures(runtime.all_reduce_sum(losses.sums))
+    # each of the ranks that share a sequence has counted its samples
+    figures = LossSums.figures(runtime.all_reduce_sum(losses.sums) / run.objective.shard.size)
     lr, grad_norm = run.engine.get_lr()[0], engines.optimizer_step(run.engine)
     is_skipped = not math.isfinite(figures["loss"]) or not math.isfinite(grad_norm)
     if is_skipped:
@@ -59,7 +60,7 @@ def name_what_is_not_finite(run: Run, raws: list[RawBatch], losses: list[Tensor]
     """Tell of a step that was not taken, and of the samples that it was for.  A collective."""
     names = [name for raw in raws for name in raw.names]
     here = [name for name, one in zip(names, torch.cat(losses).tolist(), strict=True) if not math.isfinite(one)]
-    everywhere = sorted(runtime.gathered(here))
+    everywhere = sorted(set(runtime.gathered(here)))
     of_samples = f"not finite for {', '.join(everywhere[:NUM_NAMED])}" if everywhere else "finite for each sample"
     more = f" and {len(everywhere) - NUM_NAMED} more" if len(everywhere) > NUM_NAMED else ""
     runtime.log(
@@ -210,8 +211,10 @@ def announce(run: Run, setup_s: float) -> None:
     stage, schedule = run.manifest.zero_stage, run.schedule
     tokens = run.config.train.tokens_per_batch
     per_step = schedule.global_batch_size if tokens is None else f"{tokens * schedule.num_micro_batches} image tokens"
+    sharing = run.objective.shard.size
     runtime.log(
         f"training {what} ({sum(counts):,} parameters in {len(counts)} tensors) at ZeRO stage {stage} on "
-        f"{schedule.world_size} processes; {schedule.described}, {per_step} per step; "
+        f"{runtime.world_size()} processes{f', each sequence on {sharing} of them' if sharing > 1 else ''}; "
+        f"{schedule.described}, {per_step} per step; "
         f"steps {run.first_step + 1} to {run.last_step}; set up in {setup_s:.0f} s"
     )

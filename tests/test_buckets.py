@@ -1,6 +1,7 @@
 """Aspect buckets, several resolutions, and batches by tokens."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,12 +76,11 @@ def test_tokens_decide_how_many_images_a_batch_has() -> None:
     shapes = Shapes(buckets, images, [], [], 0)
     plans = {}
     for ranks in (1, 2):
-        plan = dict(num_samples=80, seed=0, micro_batch_size=1, gradient_accumulation_steps=2 // ranks, world_size=ranks)
+        plan = dict(num_samples=80, seed=0, micro_batch_size=1, gradient_accumulation_steps=2 // ranks, dp_size=ranks)
         steps: list[list[tuple[int, int]]] = [[] for _ in range(30)]
         for rank in range(ranks):
-            schedule = Schedule(
-                **plan, rank=rank, shape_of=lambda key: shapes.of(key, config, 0, "text_encoder"), micro_batch_size_of=size_of
-            )
+            shape_of = partial(shapes.of, config=config, seed=0, encoder="text_encoder")
+            schedule = Schedule(**plan, dp_rank=rank, shape_of=shape_of, micro_batch_size_of=size_of)
             for number, keys in enumerate(schedule.micro_batches(0, 30)):
                 steps[number // (2 // ranks)] += keys
         plans[ranks] = steps

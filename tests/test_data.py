@@ -18,15 +18,15 @@ from tests.pairs import dataset_of
 
 
 def schedule(**changes: int) -> Schedule:
-    settings = dict(num_samples=10, seed=3, micro_batch_size=2, gradient_accumulation_steps=2, world_size=1, rank=0)
+    settings = dict(num_samples=10, seed=3, micro_batch_size=2, gradient_accumulation_steps=2, dp_size=1, dp_rank=0)
     return Schedule(**{**settings, **changes})
 
 
 def global_batches(num_steps: int, first: int = 0, **changes: int) -> list[set[tuple[int, int]]]:
     """The samples of each optimizer step, over all ranks."""
     steps: list[set] = [set() for _ in range(first, num_steps)]
-    for rank in range(changes.get("world_size", 1)):
-        plan = schedule(**changes, rank=rank)
+    for rank in range(changes.get("dp_size", 1)):
+        plan = schedule(**changes, dp_rank=rank)
         for number, keys in enumerate(plan.micro_batches(first, num_steps)):
             steps[number // plan.gradient_accumulation_steps] |= set(keys)
     return steps
@@ -36,8 +36,8 @@ def global_batches(num_steps: int, first: int = 0, **changes: int) -> list[set[t
     "split",
     [
         dict(micro_batch_size=4, gradient_accumulation_steps=1),
-        dict(micro_batch_size=1, gradient_accumulation_steps=2, world_size=2),
-        dict(micro_batch_size=1, gradient_accumulation_steps=1, world_size=4),
+        dict(micro_batch_size=1, gradient_accumulation_steps=2, dp_size=2),
+        dict(micro_batch_size=1, gradient_accumulation_steps=1, dp_size=4),
         dict(micro_batch_size=1, gradient_accumulation_steps=4),
     ],
 )

@@ -166,7 +166,7 @@ def test_batches_have_one_shape_and_lose_nothing() -> None:
     def shape_of(key: tuple[int, int]) -> object:
         return shapes.of(key, config, 3, "text_encoder")
 
-    plan = dict(num_samples=21, seed=3, micro_batch_size=2, gradient_accumulation_steps=2, rank=0, world_size=1)
+    plan = dict(num_samples=21, seed=3, micro_batch_size=2, gradient_accumulation_steps=2, dp_rank=0, dp_size=1)
     batches = list(Schedule(**plan, shape_of=shape_of).micro_batches(0, 40))
     assert all(len({shape_of(key) for key in batch}) == 1 for batch in batches)
     steps = [batches[2 * i] + batches[2 * i + 1] for i in range(40)]

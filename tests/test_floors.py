@@ -43,6 +43,7 @@ FLOORS = [
         "data.shapes",
         "attention",
         "zero.ds_config",
+        "zero.sequence_parallel",
         "zero.weights",
         "zero.engines",
         "zero.files",
@@ -60,9 +61,18 @@ FLOORS = [
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
 WALLS = {  # third-party package -> the only modules that may import it
-    "deepspeed": {"runtime", "zero.ds_config", "zero.weights", "zero.engines", "zero.elastic", "zero.ema", "checkpoint"},
+    "deepspeed": {
+        "runtime",
+        "zero.ds_config",
+        "zero.weights",
+        "zero.engines",
+        "zero.elastic",
+        "zero.ema",
+        "zero.sequence_parallel",
+        "checkpoint",
+    },  # fmt: skip
     # flow: the weighting schemes; assemble: the learning-rate schedules
-    "diffusers": {*FAMILY_MODULES, "models", "attention", "flow", "assemble"},
+    "diffusers": {*FAMILY_MODULES, "models", "attention", "zero.sequence_parallel", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},

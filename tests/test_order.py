@@ -42,14 +42,14 @@ def digest(tensor: Tensor) -> str:
 
 def seen(samples: SampleDataset, num_ranks: int, accumulation: int) -> Seen:
     """Of each global batch all (sample, visit, prompts, image, sigma)."""
-    plan = dict(seed=SEED, gradient_accumulation_steps=accumulation, world_size=num_ranks)
+    plan = dict(seed=SEED, gradient_accumulation_steps=accumulation, dp_size=num_ranks)
     plan["micro_batch_size"] = BATCH // num_ranks // accumulation
     steps: Seen = [Counter() for _ in range(NUM_STEPS)]
     for rank in range(num_ranks):
         if samples.config.streaming:
-            schedule = StreamSchedule(**plan, rank=rank, stream=samples.source)
+            schedule = StreamSchedule(**plan, dp_rank=rank, stream=samples.source)
         else:
-            schedule = Schedule(**plan, rank=rank, num_samples=NUM_SAMPLES)
+            schedule = Schedule(**plan, dp_rank=rank, num_samples=NUM_SAMPLES)
         for number, raw in enumerate(Batches(samples, schedule.micro_batches(0, NUM_STEPS))):
             sigma, _ = OBJECTIVE.draw(raw.keys, raw.images[0])
             prompts = zip(*raw.prompts.values(), strict=True)
@@ -112,7 +112,7 @@ def test_a_mixture_by_weight_in_a_table(shards: str, tmp_path: Path) -> None:
     few, many = write_shards(tmp_path / "few", 1, 4), shards
     source = open_source(DataConfig(**FLAGS, dataset_name=[str(Path(few).parent), str(Path(many).parent)]))
     assert source.sizes == [4, NUM_SAMPLES]
-    plan = dict(seed=SEED, micro_batch_size=4, gradient_accumulation_steps=1, world_size=1, rank=0)
+    plan = dict(seed=SEED, micro_batch_size=4, gradient_accumulation_steps=1, dp_size=1, dp_rank=0)
     batches = Schedule(**plan, num_samples=len(source), sizes=tuple(source.sizes), weights=(3.0, 1.0)).micro_batches(0, 16)
     keys = [key for batch in batches for key in batch]
     for num in (8, 16, 64):

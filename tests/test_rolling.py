@@ -117,8 +117,8 @@ def test_a_disk_for_one_window(assets: Assets, small_disk: Path, tmp_path: Path,
 
 
 def test_spans_are_whole_steps_of_every_rank() -> None:
-    plan = dict(num_samples=20, seed=0, micro_batch_size=1, gradient_accumulation_steps=2, world_size=2)
-    schedules = [Schedule(**plan, rank=rank) for rank in range(2)]
+    plan = dict(num_samples=20, seed=0, micro_batch_size=1, gradient_accumulation_steps=2, dp_size=2)
+    schedules = [Schedule(**plan, dp_rank=rank) for rank in range(2)]
     for num_items, expected in ((4, 1), (3, 1), (9, 2), (100, 7)):
         spans = [list(spans_of(schedule, num_items, 7)) for schedule in schedules]
         assert max(len(span.steps) for span in spans[0]) == expected

@@ -39,7 +39,7 @@ def stream_of(files: Any, buffer: int = 12, weights: tuple[float, ...] = (), **f
 
 def schedule(stream: Stream, num_ranks: int, rank: int, accumulation: int = 1, batch: int = BATCH) -> StreamSchedule:
     micro_batch_size = batch // num_ranks // accumulation
-    plan = dict(micro_batch_size=micro_batch_size, gradient_accumulation_steps=accumulation, world_size=num_ranks, rank=rank)
+    plan = dict(micro_batch_size=micro_batch_size, gradient_accumulation_steps=accumulation, dp_size=num_ranks, dp_rank=rank)
     return StreamSchedule(**plan, seed=3, stream=stream)
 
 

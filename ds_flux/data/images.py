@@ -40,6 +40,16 @@ class RawBatch:
     weights: Tensor | None = None  # (B,): 0 for them, 1 for the others; None: all count
     positions: tuple[tuple[int, Position], ...] = ()  # of a stream: lanes, and how far this batch has brought them
 
+    def part(self, samples: list[int]) -> "RawBatch":
+        """What encoding some of its samples needs."""
+        return RawBatch(
+            images=tuple(image[samples] for image in self.images),
+            prompts={encoder: [prompts[sample] for sample in samples] for encoder, prompts in self.prompts.items()},
+            keys=[self.keys[sample] for sample in samples],
+            are_latents=self.are_latents,
+            spread=None if self.spread is None else self.spread[samples],
+        )
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -47,8 +47,9 @@ class Slices:
     seed: int
     micro_batch_size: int
     gradient_accumulation_steps: int
-    world_size: int
-    rank: int
+    dp_size: int
+    """data-parallel ranks: those that have samples of their own"""
+    dp_rank: int
 
     @property
     def global_batch_size(self) -> int:
@@ -58,7 +59,7 @@ class Slices:
     @property
     def num_micro_batches(self) -> int:
         """Per optimizer step, over all ranks."""
-        return self.gradient_accumulation_steps * self.world_size
+        return self.gradient_accumulation_steps * self.dp_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class Schedule(Slices):
         if self.micro_batch_size_of is None and self.global_batch_size > self.num_samples:
             raise UserError(
                 f"one optimizer step takes {self.global_batch_size} images (train_batch_size {self.micro_batch_size} x "
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps} x {self.world_size} processes) but the "
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps} x {self.dp_size} processes) but the "
                 f"data holds {self.num_samples}: lower the batch"
             )
 
@@ -120,5 +121,5 @@ class Schedule(Slices):
         for keys in islice(self.global_batches(), first_step, last_step):
             size = len(keys) // self.num_micro_batches
             for micro_step in range(self.gradient_accumulation_steps):
-                start = (micro_step * self.world_size + self.rank) * size
+                start = (micro_step * self.dp_size + self.dp_rank) * size
                 yield keys[start : start + size]

@@ -231,9 +231,9 @@ class StreamSchedule(Slices):
         number = sum(position.num_given for position in self.positions.values())
         for _ in range(first_step, last_step):
             for _ in range(self.gradient_accumulation_steps):
-                mine = range(number + self.rank, number + self.micro_batch_size * self.world_size, self.world_size)
+                mine = range(number + self.dp_rank, number + self.micro_batch_size * self.dp_size, self.dp_size)
                 yield [self.take(lanes, sample) for sample in mine]
-                number += self.micro_batch_size * self.world_size
+                number += self.micro_batch_size * self.dp_size
 
     def take(self, lanes: dict[int, Iterator[StreamedRow]], number: int) -> StreamedRow:
         """The sample of this number; what its lane has before it is another rank's."""

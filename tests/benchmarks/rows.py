@@ -66,7 +66,7 @@ def take(kind: str, folder: Path, num_rows: int) -> None:
         **source, image_column="jpg", resolution=32, streaming=kind == "stream", use_aspect_ratio_buckets=kind == "buckets"
     )
     rules = rules_of(config, 16)
-    plan = dict(seed=0, micro_batch_size=BATCH, gradient_accumulation_steps=1, world_size=1, rank=0)
+    plan = dict(seed=0, micro_batch_size=BATCH, gradient_accumulation_steps=1, dp_size=1, dp_rank=0)
     if kind == "stream":
         data, schedule = (stream := open_stream(config, 0, ())), StreamSchedule(**plan, stream=stream)
         shapes = Shapes(rules.buckets, [], [], [], 0)
