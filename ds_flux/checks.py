@@ -14,6 +14,7 @@ SHARES = (
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
     "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s", "sequence_parallel",
+    "gradient_checkpointing_every",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
     "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",
@@ -70,6 +71,10 @@ def ema_rules(optim: OptimConfig) -> Rules:
 def model_rules(model: ModelConfig) -> Rules:
     """Which weights."""
     return [
+        (
+            not model.gradient_checkpointing and (model.gradient_checkpointing_every > 1 or model.offload_activations),
+            "--gradient_checkpointing_every and --offload_activations have no effect without --gradient_checkpointing",
+        ),
         (model.pretrained_model_name_or_path is None, "--pretrained_model_name_or_path is missing: a folder or a hub id"),
         (model.transformer_config is not None and not model.from_scratch, "--transformer_config needs --from_scratch"),
         (

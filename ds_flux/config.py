@@ -59,6 +59,12 @@ class ModelConfig:
     """bf16: bf16 weights with fp32 masters in the optimizer; no: fp32 throughout"""
     gradient_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more computation"""
+    gradient_checkpointing_every: int = 1
+    """recompute only every n-th block, where there is memory for the others' activations"""
+    offload_activations: bool = False
+    """keep what each block is recomputed from in CPU memory"""
+    compile: bool = False
+    """compile each block with torch.compile; ZeRO-3 then gathers whole blocks"""
     shard_text_encoder: bool = True
     """keep the large text encoder in a ZeRO-3 engine of its own; off: whole on every rank"""
     max_sequence_length: int | None = None

@@ -20,6 +20,7 @@ from ds_flux.families.registry import FAMILIES, FLAVOURS, families_of
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
 from ds_flux.flags import check_known
 from ds_flux.randomness import keyed_generator
+from ds_flux.zero import blocks
 from ds_flux.zero.sequence_parallel import SequenceGroup
 from ds_flux.zero.weights import RandomWeights, SafetensorsFolder, WeightSource, fill_module
 
@@ -189,11 +190,21 @@ def build_transformer(
         lora.inject(transformer, lora_config, architecture.family, seed)
     if config.attention_backend is not None:
         attention.choose(transformer, config.attention_backend, runtime.device(), weight_dtype(config))
-    if config.gradient_checkpointing:
-        transformer.enable_gradient_checkpointing()
     if group is not None:
         group.apply(transformer)
+    prepare_blocks(transformer, config)
     return transformer.train()
+
+
+def prepare_blocks(transformer: Any, config: ModelConfig) -> None:
+    """Gradient checkpointing and compilation, as they are asked for."""
+    call = blocks.plain_call
+    if config.gradient_checkpointing:
+        call = blocks.recomputing(transformer, config.gradient_checkpointing_every, config.offload_activations)
+    if config.compile:
+        call = blocks.compiled(transformer, call)
+    if call is not blocks.plain_call:
+        blocks.have_called(transformer, call)
 
 
 def weight_dtype(config: ModelConfig) -> torch.dtype:

@@ -69,6 +69,7 @@ WALLS = {  # third-party package -> the only modules that may import it
         "zero.elastic",
         "zero.ema",
         "zero.sequence_parallel",
+        "zero.blocks",
         "checkpoint",
     },  # fmt: skip
     # flow: the weighting schemes; assemble: the learning-rate schedules

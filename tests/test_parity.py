@@ -26,6 +26,21 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     "2 processes, stage 3, accumulation 2": (2, {"stage": 3, "train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "2 processes, stage 2, accumulation 4": (2, {"stage": 2, "train_batch_size": 1, "gradient_accumulation_steps": 4}),
     "2 processes, stage 3, checkpointing": (2, {"stage": 3, "gradient_checkpointing": "true"}),
+    "2 processes, stage 3, every second block in CPU memory": (
+        2,
+        {
+            "stage": 3,
+            "gradient_checkpointing": "true",
+            "gradient_checkpointing_every": 2,
+            "offload_activations": "true",
+        },
+    ),
+    "2 processes, stage 3, compiled": (2, {"stage": 3, "compile": "true"}),
+    "2 processes, stage 3, compiled, LoRA, checkpointing": (
+        2,
+        {"stage": 3, "compile": "true", "gradient_checkpointing": "true", **LORA},
+    ),
+    "2 processes, stage 2, compiled": (2, {"stage": 2, "compile": "true"}),
     "2 processes, stage 3, whole text encoder": (2, {"stage": 3, "shard_text_encoder": "false"}),
     "2 processes, stage 3, workers": (2, {"stage": 3, "dataloader_num_workers": 1}),
     "2 processes, stage 2, LoRA": (2, {"stage": 2, **LORA}),
