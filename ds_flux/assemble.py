@@ -57,18 +57,21 @@ def lr_schedule(config: Config, last_step: int) -> engines.LRSchedule:
     )
 
 
+def ranks() -> zero_config.Ranks:
+    """As the launcher set them."""
+    return zero_config.Ranks(runtime.env_world_size(), runtime.env_local_world_size())
+
+
 def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
     """The final DeepSpeed config of the training engine."""
     bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.train_config(
-        config.zero.deepspeed_config, config.optim, config.train, bf16, runtime.env_world_size(), size
-    )
+    return zero_config.train_config(config.zero.deepspeed_config, config.optim, config.train, bf16, ranks(), size)
 
 
 def frozen_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
     """The final DeepSpeed config of a frozen engine over a model of this size."""
     bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size, config.model.offload)
+    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size, ranks(), config.model.offload)
 
 
 def build_conditioner(config: Config, architecture: models.Architecture) -> Conditioner:

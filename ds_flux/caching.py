@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ds_flux import models, runtime
+from ds_flux import fingerprints, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
 from ds_flux.data.cache import LatentCache, TextCache
@@ -106,7 +106,7 @@ def distinct_prompts(source: Source, config: Config) -> list[str]:
 def text_settings(config: Config, conditioner: Conditioner) -> str:
     """A fingerprint of what features follow from beside the prompt.  A collective."""
     made_by = runtime.on_main(
-        lambda: models.text_fingerprint(conditioner.family, config.model), "reading the text encoders' files"
+        lambda: fingerprints.text_fingerprint(conditioner.family, config.model), "reading the text encoders' files"
     )
     return hashed(made_by, conditioner.max_sequence_length)
 
@@ -221,7 +221,7 @@ def latents_folder(config: Config, pictures: Pictures) -> Path:
 
 def pictures_of(config: Config, samples: SampleDataset) -> Pictures:
     """What is encoded of the samples.  A collective."""
-    made_by = runtime.on_main(lambda: models.autoencoder_fingerprint(config.model), "reading the autoencoder's files")
+    made_by = runtime.on_main(lambda: fingerprints.autoencoder_fingerprint(config.model), "reading the autoencoder's files")
     return Pictures(samples, made_by)
 
 

@@ -37,7 +37,7 @@ from ds_flux.manifest import (
     step_of,
     write_atomically,
 )
-from ds_flux.zero import elastic
+from ds_flux.zero import elastic, nvme
 from ds_flux.zero import files as rank_files
 
 SCRIPT_BYTES = 1 << 16  # more than zero_to_fp32.py has
@@ -169,6 +169,8 @@ def collect(engine: DeepSpeedEngine, partial: Path, manifest: Manifest) -> Files
     """This rank's files as DeepSpeed would write them; their tensors are the engine's own.  A collective."""
     collector, before = Collector(), engine.checkpoint_engine
     engine.checkpoint_engine = collector
+    on_nvme = engine.zero_nvme_offload_optimizer()
+    engine.zero_nvme_offload_optimizer = lambda: False  # it would copy its swap files beside ours
     try:
         engine.save_checkpoint(
             str(partial.parent),
@@ -179,7 +181,18 @@ def collect(engine: DeepSpeedEngine, partial: Path, manifest: Manifest) -> Files
         )
     finally:
         engine.checkpoint_engine = before
-    return collector.files
+        del engine.zero_nvme_offload_optimizer
+    if not on_nvme:
+        return collector.files
+    with runtime.together("reading the optimizer from NVMe"):
+        return {name: with_optimizer(engine, content) for name, content in collector.files.items()}
+
+
+def with_optimizer(engine: DeepSpeedEngine, content: Any) -> Any:
+    """Of a rank's optimizer file, what is on NVMe as well; another file as it is."""
+    if "optimizer_state_dict" not in content:
+        return content
+    return content | {"optimizer_state_dict": nvme.brought_back(engine.optimizer, content["optimizer_state_dict"])}
 
 
 def num_bytes(files: Files) -> int:
@@ -191,7 +204,7 @@ def fits_memory(files: Files) -> bool:
     """Whether every node has memory for copies of all its ranks' files.  A collective."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size()))
+    local_ranks = runtime.env_local_world_size()
     return not runtime.any_rank(num_bytes(files) * local_ranks > available / 2)
 
 
@@ -300,7 +313,7 @@ def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     layout = runtime.on_main(lambda: elastic.layout_of_files(folder, manifest), "reading the checkpoint")
     here = elastic.layout_of(engine)
     # at stage 0 there is one file for all ranks
-    if layout != here and (layout.stage, here.stage) != (0, 0):
+    if (layout != here and (layout.stage, here.stage) != (0, 0)) or here.optimizer_device == "nvme":
         elastic.load(engine, folder, manifest, layout)
         return
     with only_weights():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_flux import UserError, assemble, caching, checkpoint, inputs, lora, models, runtime
+from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, inputs, lora, models, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
@@ -21,6 +21,7 @@ from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.ema import Ema
 from ds_flux.zero.files import has_ema
+from ds_flux.zero.machine import check_machine
 from ds_flux.zero.sequence_parallel import SequenceGroup
 
 
@@ -47,6 +48,7 @@ def setup(config: Config) -> Run:
         architecture = assemble.find_model(config)
         on_meta = models.transformer_on_meta(architecture)
         ds_config = assemble.transformer_ds_config(config, zero_config.ModelSize.of(on_meta))
+        check_machine(ds_config)
         if config.lora.rank is not None:
             lora.matched_layers(on_meta, lora.adapted_layers(config.lora, architecture.family))
     data = inputs.look_at_data(config, architecture)
@@ -163,7 +165,7 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
         transformer_class=architecture.family.transformer_class.__name__,
         transformer_config=architecture.config,
         base_fingerprint=runtime.on_main(
-            lambda: models.fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
+            lambda: fingerprints.base_fingerprint(architecture, config.model, config.run.seed), "reading the base weights"
         ),
         lora=adapter,
         zero_stage=zero_config.stage_of(ds_config),

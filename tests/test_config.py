@@ -12,11 +12,12 @@ from ds_flux.commands import TrainCommand
 from ds_flux.config import OptimConfig, TrainConfig
 from ds_flux.families import tiny
 from ds_flux.zero import ds_config
-from ds_flux.zero.ds_config import ModelSize
+from ds_flux.zero.ds_config import ModelSize, Ranks
 from tests.conftest import Assets, Done
 from tests.distributed import ROOT
 
-SIZE = ModelSize(num_params=160_000_000, num_block_params=10_000_000)
+SIZE = ModelSize(num_params=160_000_000, num_block_params=10_000_000, num_largest_param=6_000_000, num_block_tensors=12)
+RANKS = Ranks(num=8, num_per_node=4)
 JSON_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
@@ -78,19 +79,19 @@ def test_shipped_recipes_are_right(recipe: Path) -> None:
 @pytest.mark.parametrize("path", JSON_FILES, ids=lambda path: path.name)
 def test_shipped_deepspeed_configs_are_right(path: Path) -> None:
     if path.name.startswith("text_encoder"):
-        final = ds_config.inference_config(str(path), True, SIZE, False)
+        final = ds_config.inference_config(str(path), True, SIZE, RANKS, False)
         assert final["zero_optimization"]["stage"] == 3 and "optimizer" not in final
         return
     optim, train = (
         OptimConfig(learning_rate=2e-4, max_grad_norm=0.3),
         TrainConfig(train_batch_size=2, gradient_accumulation_steps=3),
     )
-    final = ds_config.train_config(str(path), optim, train, True, 8, SIZE)
+    final = ds_config.train_config(str(path), optim, train, True, RANKS, SIZE)
     assert final["gradient_clipping"] == 0.3
     assert (final["train_batch_size"], final["train_micro_batch_size_per_gpu"]) == (48, 2)
     assert final["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert final["optimizer"]["params"]["lr"] == 2e-4
-    assert ("fused" in final["optimizer"]["params"]) == ("offload" not in path.name)
+    assert ("fused" in final["optimizer"]["params"]) == (ds_config.optimizer_device(final) == "none")
     assert "auto" not in json.dumps(final)
 
 

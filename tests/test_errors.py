@@ -60,6 +60,21 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler belongs to --lr_scheduler"),
     ({"steps_per_print": "auto"}, 'nothing decides steps_per_print "auto"'),
     ("{", "is not JSON"),
+    ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "MiCS is gone from DeepSpeed"),
+    ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size works at stage 3 only"),
+    (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "zero_hpz_partition_size 2 does not divide the 1 processes of a node",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}},
+        "leave one out",
+    ),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights needs a GPU"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}},
+        "offload_param: nvme_path /nowhere is no folder on this node",
+    ),
 ]
 
 

@@ -15,6 +15,8 @@ from tests.pairs import Pairs
 SCRATCH = {"from_scratch": "true", "transformer_config": "{model}/transformer/config.json"}
 LORA = {"rank": 4, "lora_alpha": 8, "learning_rate": 1e-2}
 
+ZERO_KEYS = {"zero_hpz_partition_size"}  # what belongs into the DeepSpeed JSON
+
 # name: (processes, flags); eight images in every optimizer step
 CASES: dict[str, tuple[int, dict[str, object]]] = {
     "2 processes, stage 0": (2, {"stage": 0}),
@@ -55,14 +57,19 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
         4,
         {"stage": 1, "train_batch_size": 1, "gradient_accumulation_steps": 2},
     ),
+    "4 processes, stage 3, hpZ": (4, {"zero_hpz_partition_size": 2, "stage": 3, "train_batch_size": 2}),
+    "4 processes, stage 3, hpZ, LoRA": (4, {"zero_hpz_partition_size": 2, "stage": 3, "train_batch_size": 2, **LORA}),
     "4 processes, stage 3, LoRA": (4, {"stage": 3, "train_batch_size": 2, **LORA}),
 }
 
 
 def job(assets: Assets, folder: Path, name: str, stage: int = 0, offload: bool = False, **flags: object) -> list[str]:
     """The arguments of a case, with a run folder of its own."""
+    zero = {key: flags.pop(key) for key in ZERO_KEYS & flags.keys()}
     flags = {key: value.format(model=assets.model) if isinstance(value, str) else value for key, value in flags.items()}
-    return assets.flags(folder / name, deepspeed_config=assets.ds_config(stage, offload), checkpointing_steps=100, **flags)
+    return assets.flags(
+        folder / name, deepspeed_config=assets.ds_config(stage, offload, **zero), checkpointing_steps=100, **flags
+    )
 
 
 @pytest.fixture(scope="module")

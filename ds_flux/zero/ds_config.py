@@ -47,6 +47,10 @@ class ModelSize:
     num_params: int
     num_block_params: int
     """of the largest block of a ModuleList: what ZeRO-3 gathers at once"""
+    num_largest_param: int
+    """of the largest tensor: what a buffer between NVMe and memory has to hold a rank's share of"""
+    num_block_tensors: int
+    """matrices in the block that has most of them: buffers that are in use at once"""
 
     @staticmethod
     def of(module: nn.Module) -> "ModelSize":
@@ -54,14 +58,24 @@ class ModelSize:
         blocks = [block for m in module.modules() if isinstance(m, nn.ModuleList) for block in m]
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
         total = sum(p.numel() for p in module.parameters())
-        return ModelSize(total, max(sizes, default=total))
+        counts = [sum(p.ndim > 1 for p in block.parameters()) for block in blocks]
+        largest = max((p.numel() for p in module.parameters()), default=0)
+        return ModelSize(total, max(sizes, default=total), largest, max(counts, default=1))
 
 
-def auto_sizes(size: ModelSize) -> dict[str, int]:
+@dataclass(frozen=True)
+class Ranks:
+    """How many processes there are."""
+
+    num: int
+    num_per_node: int
+
+
+def auto_sizes(size: ModelSize, ranks: Ranks) -> dict[str, int]:
     """Buffers in proportion to the model, for "auto" in the JSON; DeepSpeed's own defaults suit billions of weights.
 
     A bucket holds half a block, half a block is gathered ahead while one is alive.  Whatever is small beside a block stays
-    whole on every rank, up to DeepSpeed's default.
+    whole on every rank, up to DeepSpeed's default.  hpZ keeps a second copy of the weights in each node.
     """
     block = size.num_block_params
     return {
@@ -72,11 +86,19 @@ def auto_sizes(size: ModelSize) -> dict[str, int]:
         "stage3_max_reuse_distance": 2 * block,
         "stage3_param_persistence_threshold": min(100_000, block // 1000),
         "sub_group_size": max(block // 2, size.num_params // 16),
+        "zero_hpz_partition_size": ranks.num_per_node,
     }
 
 
+def nvme_buffers(size: ModelSize, ranks: Ranks) -> dict[str, int]:
+    """Of `offload_param`, for "auto": DeepSpeed's default of 100 million elements is less than a share of the largest tensor of
+    some models, and far more than any of others.
+    """
+    return {"buffer_size": -(-size.num_largest_param // ranks.num), "buffer_count": max(5, size.num_block_tensors)}
+
+
 def train_config(
-    path: str, optim: OptimConfig, train: TrainConfig, bf16: bool, world_size: int, size: ModelSize
+    path: str, optim: OptimConfig, train: TrainConfig, bf16: bool, ranks: Ranks, size: ModelSize
 ) -> dict[str, Any]:
     """The DeepSpeed config of the training engine.
 
@@ -88,11 +110,11 @@ def train_config(
         raise UserError(f"{path}: scheduler belongs to --lr_scheduler and --lr_warmup_steps; take it out of the JSON")
     fill(config, path, "train_micro_batch_size_per_gpu", "train_batch_size", train.train_batch_size)
     fill(config, path, "gradient_accumulation_steps", "gradient_accumulation_steps", train.gradient_accumulation_steps)
-    global_batch_size = train.train_batch_size * train.gradient_accumulation_steps * world_size
-    fill(config, path, "train_batch_size", f"train_batch_size x accumulation x {world_size} processes =", global_batch_size)
+    global_batch_size = train.train_batch_size * train.gradient_accumulation_steps * ranks.num
+    fill(config, path, "train_batch_size", f"train_batch_size x accumulation x {ranks.num} processes =", global_batch_size)
     fill(config, path, "gradient_clipping", "max_grad_norm", optim.max_grad_norm)
     fill_optimizer(config, path, optim)
-    config = finish(config, path, bf16, size)
+    config = finish(config, path, bf16, size, ranks)
     if optim.ema_decay is not None:
         check_ema(config, path)
     return config
@@ -106,7 +128,7 @@ def check_ema(config: dict[str, Any], path: str) -> None:
         raise UserError(f"{path}: --ema_decay needs fp32 weights in the optimizer, and bf16_master_weights_and_grads has none")
 
 
-def inference_config(path: str, bf16: bool, size: ModelSize, offload: bool) -> dict[str, Any]:
+def inference_config(path: str, bf16: bool, size: ModelSize, ranks: Ranks, offload: bool) -> dict[str, Any]:
     """The DeepSpeed config of a frozen engine: stage 3, no optimizer.  Raises UserError like `train_config`.
 
     Args:
@@ -121,7 +143,7 @@ def inference_config(path: str, bf16: bool, size: ModelSize, offload: bool) -> d
     config.setdefault("train_micro_batch_size_per_gpu", 1)
     if offload:
         config["zero_optimization"].setdefault("offload_param", {"device": "cpu", "pin_memory": True})
-    return finish(config, path, bf16, size)
+    return finish(config, path, bf16, size, ranks)
 
 
 def stage_of(config: dict[str, Any]) -> int:
@@ -174,7 +196,7 @@ def fill_optimizer(config: dict[str, Any], path: str, optim: OptimConfig) -> Non
         params.setdefault("fused", True)
 
 
-def finish(config: dict[str, Any], path: str, bf16: bool, size: ModelSize) -> dict[str, Any]:
+def finish(config: dict[str, Any], path: str, bf16: bool, size: ModelSize, ranks: Ranks) -> dict[str, Any]:
     """Precision, "auto" sizes, and DeepSpeed's own checks of the nested sections."""
     for section, enabled in {"bf16": bf16, "fp16": False}.items():
         precision = config.setdefault(section, {})
@@ -182,10 +204,9 @@ def finish(config: dict[str, Any], path: str, bf16: bool, size: ModelSize) -> di
     if bf16:
         config["bf16"].setdefault("check_grad_overflow", True)  # as in fp32: a step whose gradients are not finite is left out
     zero = config.setdefault("zero_optimization", {"stage": 0})
-    sizes = auto_sizes(size)
-    zero.update({key: sizes[key] for key, value in zero.items() if value == "auto" and key in sizes})
-    if zero.get("offload_param") and stage_of(config) != 3:
-        raise UserError(f"{path}: offload_param works at stage 3 only, and this is stage {stage_of(config)}")
+    fill_auto(zero, auto_sizes(size, ranks))
+    fill_auto(zero.get("offload_param") or {}, nvme_buffers(size, ranks))
+    check_variant(config, path, ranks)
     for keys, schema in SECTIONS.items():
         check_section(config, path, keys, schema)
     left = [key for key, value in walk(config) if value == "auto"]
@@ -194,6 +215,34 @@ def finish(config: dict[str, Any], path: str, bf16: bool, size: ModelSize) -> di
     # DeepSpeed prints its own throughput line; ours says the same and more
     config.setdefault("steps_per_print", 10**9)
     return config
+
+
+def fill_auto(section: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Replace each "auto" for which there is a size."""
+    section.update({key: sizes[key] for key, value in section.items() if value == "auto" and key in sizes})
+
+
+def check_variant(config: dict[str, Any], path: str, ranks: Ranks) -> None:
+    """Raise UserError for what DeepSpeed has no more, and for combinations that it ignores or dies of."""
+    zero, stage = config["zero_optimization"], stage_of(config)
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    rules = [
+        ("mics_shard_size" in zero, 'MiCS is gone from DeepSpeed: write "zero_hpz_partition_size": "auto" instead'),
+        (bool(zero.get("offload_param")) and stage != 3, f"offload_param works at stage 3 only, and this is stage {stage}"),
+        (hpz not in (0, 1) and stage != 3, f"zero_hpz_partition_size works at stage 3 only, and this is stage {stage}"),
+        (
+            hpz not in (0, 1) and bool(zero.get("offload_param")),
+            "zero_hpz_partition_size keeps a second copy of the weights on the GPUs, and offload_param takes them off: "
+            "leave one out",
+        ),
+        (
+            isinstance(hpz, int) and hpz > 1 and ranks.num_per_node % hpz != 0,
+            f"zero_hpz_partition_size {hpz} does not divide the {ranks.num_per_node} processes of a node",
+        ),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise UserError(f"{path}: {message}")
 
 
 def check_section(config: dict[str, Any], path: str, keys: tuple[str, ...], schema: type[BaseModel]) -> None:

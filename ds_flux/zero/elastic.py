@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ds_flux import UserError, runtime
 from ds_flux.manifest import Manifest
 from ds_flux.streaming import Piece, TensorPieces, between, zeros
-from ds_flux.zero import files
+from ds_flux.zero import files, nvme
 from ds_flux.zero.ds_config import optimizer_device, stage_of
 from ds_flux.zero.engines import Engine
 
@@ -95,8 +95,7 @@ def load(engine: Engine, folder: Path, manifest: Manifest, there: Layout) -> Non
         optimizer.checkpoint_event_prologue()  # no weight is whole on any rank
     with runtime.together("dealing out the checkpoint"):
         restore_buffers(engine, model)
-        state = deal(optimizer, here, saved)
-        optimizer.load_state_dict([state] * here.world_size, load_optimizer_states=True, load_from_fp32_weights=True)
+        take_over(optimizer, here, saved)
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         engine.global_steps, engine.global_samples = model["global_steps"], model["global_samples"]
         engine.skipped_steps = model["skipped_steps"]
@@ -107,14 +106,12 @@ def load(engine: Engine, folder: Path, manifest: Manifest, there: Layout) -> Non
 
 
 def check_can_deal(folder: Path, here: Layout, there: Layout, optimizer: Any) -> None:
-    """Raises UserError unless both layouts are DeepSpeed's usual ones of stages 1 to 3, in memory."""
-    why = None
-    if "nvme" in (here.optimizer_device, there.optimizer_device):
-        why = "what is on NVMe goes back to as many processes at the same stage only"
-    elif not isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
-        why = f"DeepSpeed's {type(optimizer).__name__} is not known here"
-    if why:
-        raise UserError(f"cannot resume from {folder}: it was made on {there.words}, this is {here.words}, and {why}")
+    """Raises UserError unless this rank's layout is one of DeepSpeed's usual ones of stages 1 to 3."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
+        raise UserError(
+            f"cannot resume from {folder}: it was made on {there.words}, this is {here.words}, and DeepSpeed's "
+            f"{type(optimizer).__name__} is not known here"
+        )
 
 
 def restore_buffers(engine: Engine, model: dict[str, Any]) -> None:
@@ -123,23 +120,59 @@ def restore_buffers(engine: Engine, model: dict[str, Any]) -> None:
     engine.module.load_state_dict({name: model["module"][name] for name in names}, strict=False)
 
 
-def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState) -> dict[str, Any]:
+def take_over(optimizer: Any, layout: Layout, saved: files.OptimizerState) -> None:
+    """Bring an optimizer and the weights of this rank to what was saved."""
+    numels = optimizer.fp16_partitioned_groups_flat_numel if layout.stage == 3 else map(len, masters_of(optimizer))
+    total = sum(numels) * (1 + len(saved.moments))
+    with tqdm(total=total, unit=" elements", unit_scale=True, desc="resume", disable=runtime.rank() != 0) as bar:
+        if layout.optimizer_device == "nvme":
+            take_over_on_nvme(optimizer, layout, saved, bar)
+            return
+        state = deal(optimizer, layout, saved, bar)
+    optimizer.load_state_dict([state] * layout.world_size, load_optimizer_states=True, load_from_fp32_weights=True)
+
+
+def masters_of(optimizer: Any) -> list[Tensor]:
+    """Flat, one for each group of weights in memory, at stages 1 and 2."""
+    return optimizer.single_partition_of_fp32_groups
+
+
+def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: tqdm) -> dict[str, Any]:
     """What this rank's own file of the new layout would hold; its fp32 weights are the optimizer's own memory, filled."""
     state = optimizer.state_dict()
     base = state[files.BASE_OPTIMIZER[layout.stage]]
-    flats = optimizer.fp32_partitioned_groups_flat if layout.stage == 3 else optimizer.single_partition_of_fp32_groups
+    flats = optimizer.fp32_partitioned_groups_flat if layout.stage == 3 else masters_of(optimizer)
     gaps = [[]] * len(flats) if layout.stage == 3 else optimizer.round_robin_bit16_padding
-    total = sum(flat.numel() for flat in flats) * (1 + len(saved.moments))
-    with tqdm(total=total, unit=" elements", unit_scale=True, desc="resume", disable=runtime.rank() != 0) as bar:
-        for group, flat in enumerate(flats):
-            moments = {key: torch.zeros_like(flat, requires_grad=False) for key in saved.moments}
-            for out, tensors in [(flat.data, saved.masters), *((moments[key], saved.moments[key]) for key in moments)]:
-                ordered = [tensors[name] for name in layout.groups[group]]
-                fill(out, share(ordered, layout, runtime.rank(), flat.numel(), gaps[group]), bar)
-            base["state"][group] = {**saved.numbers, **moments}
-    for group in base["param_groups"]:
-        group.update({key: saved.hyperparameters[key] for key in CARRIED if key in group and key in saved.hyperparameters})
+    for group, flat in enumerate(flats):
+        base["state"][group] = fill_group(flat, group, layout, saved, gaps[group], bar)
+    carry_on(base["param_groups"], saved)
     return state
+
+
+def take_over_on_nvme(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: tqdm) -> None:
+    """Group by group through memory, as DeepSpeed's own step goes; its `load_state_dict` knows tensors in memory only."""
+    for group in range(len(layout.groups)):
+        with nvme.at_hand(optimizer, group) as flat:
+            optimizer.optimizer.state[flat] = fill_group(flat, group, layout, saved, [], bar)
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    carry_on(optimizer.optimizer.param_groups, saved)
+
+
+def fill_group(
+    flat: Tensor, group: int, layout: Layout, saved: files.OptimizerState, gaps: list[int], bar: tqdm
+) -> dict[str, Any]:
+    """Fill the fp32 weights of a group; returns what the optimizer knows of it besides."""
+    moments = {key: torch.zeros_like(flat, requires_grad=False) for key in saved.moments}
+    for out, tensors in [(flat.data, saved.masters), *((moments[key], saved.moments[key]) for key in moments)]:
+        ordered = [tensors[name] for name in layout.groups[group]]
+        fill(out, share(ordered, layout, runtime.rank(), flat.numel(), gaps), bar)
+    return {**saved.numbers, **moments}
+
+
+def carry_on(param_groups: list[dict[str, Any]], saved: files.OptimizerState) -> None:
+    """With the hyperparameters that were."""
+    for group in param_groups:
+        group.update({key: saved.hyperparameters[key] for key in CARRIED if key in group and key in saved.hyperparameters})
 
 
 def share(
