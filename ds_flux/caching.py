@@ -24,7 +24,7 @@ from ds_flux.data.decode import BadSample, Size
 from ds_flux.data.images import SampleDataset
 from ds_flux.data.schedule import SampleKey
 from ds_flux.data.shapes import window_of
-from ds_flux.data.sources import Source
+from ds_flux.data.sources import Part, Source
 from ds_flux.data.store import Store
 
 Stopped = Callable[[], bool]  # whether this rank was told to end; before the first step a signal ends it at once
@@ -113,12 +113,18 @@ def text_settings(config: Config, conditioner: Conditioner) -> str:
 
 def cache_text(config: Config, conditioner: Conditioner, source: Source) -> Conditioner:
     """The conditioner with the features of all prompts on disk, and without its text encoders.  A collective."""
+    cached = with_cached_text(config, conditioner, source)
+    for encoder in conditioner.encoders.values():
+        runtime.free(encoder)
+    return cached
+
+
+def with_cached_text(config: Config, conditioner: Conditioner, source: Source) -> Conditioner:
+    """A conditioner that reads the features of all prompts from the disk, where they are once this is done.  A collective."""
     prompts = runtime.on_main(lambda: distinct_prompts(source, config), "collecting the prompts")
     settings = text_settings(config, conditioner)
     store = open_store(cache_folder(config) / f"text-{settings[:8]}")
     fill_text(conditioner, store, prompts, settings, partial(room_for, store))
-    for encoder in conditioner.encoders.values():
-        runtime.free(encoder)
     return replace(conditioner, encoders={}, text_cache=text_cache(conditioner, store))
 
 
@@ -203,19 +209,26 @@ def stacked(items: list[tuple[SampleKey, str, tuple[Tensor, ...], str | None]]) 
 
 def cache_latents(config: Config, conditioner: Conditioner, samples: SampleDataset) -> tuple[Conditioner, SampleDataset]:
     """Samples with all latents on disk, and the conditioner without its autoencoder.  A collective."""
-    pictures = pictures_of(config, samples)
     if samples.config.random_flip or not samples.config.center_crop:
         runtime.log("--cache_latents: each sample keeps the crop and flip of its first visit")
+    samples = with_cached_latents(config, conditioner, samples)
+    runtime.free(conditioner.autoencoder)
+    return replace(conditioner, autoencoder=None), samples
+
+
+def with_cached_latents(config: Config, conditioner: Conditioner, samples: SampleDataset) -> SampleDataset:
+    """Samples whose latents are read from the disk, where they are once this is done.  A collective."""
+    pictures = pictures_of(config, samples)
     cache = LatentCache(open_store(latents_folder(config, pictures)))
     keys = [(sample, 0) for sample in range(len(samples.source))]
     fill_latents(conditioner, cache, pictures, keys, partial(room_for, cache.store))
-    runtime.free(conditioner.autoencoder)
-    return replace(conditioner, autoencoder=None), replace(samples, cache=cache)
+    return replace(samples, cache=cache)
 
 
 def latents_folder(config: Config, pictures: Pictures) -> Path:
     """One for each data set and way to encode it, so that runs with others do not write over its records."""
     facts = [vars(pictures.samples.config)[name] for name in LATENTS_FOLLOW_FROM]
+    facts += [pictures.samples.source.title] if isinstance(pictures.samples.source, Part) else []
     return cache_folder(config) / f"latents-{hashed(pictures.made_by, facts, pictures.samples.seed)[:8]}"
 
 

@@ -3,7 +3,7 @@
 from PIL import ImageColor
 
 from ds_flux import UserError
-from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig
+from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig, ValidationConfig
 from ds_flux.flags import names_of
 
 Rules = list[tuple[bool, str]]  # whether it is broken, and what to say then
@@ -14,10 +14,12 @@ SHARES = (
 POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
     "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s", "sequence_parallel",
+    "validation_sigmas",
     "gradient_checkpointing_every",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
     "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",
+    "validation_steps",
 )  # fmt: skip
 
 
@@ -35,6 +37,7 @@ def check(config: Config) -> None:
             "LoRA flags without --rank have no effect: give --rank, or leave them out",
         ),
         *ema_rules(config.optim),
+        *validation_rules(config),
         (not is_shift(shift), f"--timestep_shift {shift}: expected none, resolution or a number > 0"),
         *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in SHARES],
         *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in POSITIVE],
@@ -65,6 +68,31 @@ def ema_rules(optim: OptimConfig) -> Rules:
             f"--ema_decay {optim.ema_decay} is not between 0 and 1, both excluded",
         ),
         (optim.ema_decay is None and optim.ema_device is not None, "--ema_device has no effect without --ema_decay"),
+    ]
+
+
+def validation_rules(config: Config) -> Rules:
+    """What is measured, and on what."""
+    settings = config.validation
+    has_data = settings.validation_dataset is not None or settings.validation_fraction > 0
+    idle = [name for name, value in vars(settings).items() if value != vars(ValidationConfig())[name]]
+    return [
+        (
+            settings.validation_dataset is not None and settings.validation_fraction > 0,
+            "--validation_dataset and --validation_fraction contradict each other: give one",
+        ),
+        (
+            not 0 <= settings.validation_fraction < 1,
+            f"--validation_fraction {settings.validation_fraction} is not between 0 and 1",
+        ),
+        (
+            settings.validation_fraction > 0 and config.data.streaming,
+            "--validation_fraction needs to know all samples, and --streaming does not: give --validation_dataset",
+        ),
+        (
+            not has_data and bool(idle),
+            f"--{(idle or [''])[0]} has no effect without --validation_dataset or --validation_fraction",
+        ),
     ]
 
 

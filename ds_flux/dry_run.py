@@ -48,7 +48,7 @@ def what_trains(config: Config, architecture: models.Architecture, transformer: 
 def on_what(config: Config, architecture: models.Architecture) -> str:
     """Steps, images, and the batches' shapes."""
     rules = inputs.image_rules(config, architecture)
-    source = inputs.open_data(config, architecture, rules)
+    source, _ = inputs.parts_of(config, inputs.open_data(config, architecture, rules))
     shapes = inputs.look(config, architecture, source, rules)
     inputs.check_shares(config, architecture, shapes)
     schedule = inputs.make_schedule(config, architecture, source, shapes)

@@ -13,7 +13,7 @@ from ds_flux.data.buckets import make_buckets
 from ds_flux.data.images import ImageRules, ReferenceRules, SampleDataset
 from ds_flux.data.schedule import Schedule, one_shape
 from ds_flux.data.shapes import Shapes, caption_lengths, captions_of, look_at_sizes, window_of
-from ds_flux.data.sources import Several, Source, open_source
+from ds_flux.data.sources import Source, held_out, open_source
 from ds_flux.data.stream import Stream, StreamSchedule, open_stream
 
 NUM_LOOKED_AT = 256  # of the rows of a stream
@@ -26,6 +26,8 @@ class Inputs:
     source: Source | Stream
     shapes: Shapes
     samples: SampleDataset
+    held_out: Source | None
+    """what is kept for validation"""
 
 
 def look_at_data(config: Config, architecture: models.Architecture) -> Inputs:
@@ -37,10 +39,12 @@ def look_at_data(config: Config, architecture: models.Architecture) -> Inputs:
     with runtime.together("looking at the sizes"):
         rules = image_rules(config, architecture)
     source = runtime.on_each_node_first(lambda: open_data(config, architecture, rules), "opening the data")
+    with runtime.together("holding samples out"):
+        source, kept = parts_of(config, source)
     shapes = runtime.on_main(lambda: look(config, architecture, source, rules), "looking at the samples")
     check_shares(config, architecture, shapes)
     samples = SampleDataset(source, config.data, config.run.seed, rules, partial(shapes.sizes, seed=config.run.seed))
-    return Inputs(source, shapes, samples)
+    return Inputs(source, shapes, samples, kept)
 
 
 def open_data(config: Config, architecture: models.Architecture, rules: ImageRules) -> Source | Stream:
@@ -50,6 +54,12 @@ def open_data(config: Config, architecture: models.Architecture, rules: ImageRul
         check_can_stream(config, architecture, rules)
         return open_stream(config.data, config.run.seed, weights)
     return open_source(config.data)
+
+
+def parts_of(config: Config, source: Source | Stream) -> tuple[Source | Stream, Source | None]:
+    """What is trained on, and what --validation_fraction keeps from it.  Raises UserError."""
+    share = config.validation.validation_fraction
+    return held_out(source, share) if share else (source, None)
 
 
 def check_can_stream(config: Config, architecture: models.Architecture, rules: ImageRules) -> None:
@@ -151,7 +161,7 @@ def make_schedule(
     return Schedule(
         **plan,
         num_samples=len(source),
-        sizes=tuple(source.sizes) if isinstance(source, Several) and weights else (),
+        sizes=tuple(source.sizes) if weights else (),
         weights=weights,
         shape_of=one_shape if shapes.are_one and tokens is None else shape_of,
         micro_batch_size_of=None if tokens is None else lambda shape: max(1, tokens // shape.num_tokens(grid)),

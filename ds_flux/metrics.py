@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from ds_flux.mlperf import MlperfLog
+
 NUM_SIGMA_BINS = 8
 
 
@@ -55,8 +57,8 @@ def peak_host_memory_gib() -> float:
 class MetricsWriter:
     """Rank 0's outlets; on other ranks every call does nothing."""
 
-    def __init__(self, output_dir: Path, first_step: int, last_step: int, active: bool) -> None:
-        self.active = active
+    def __init__(self, output_dir: Path, first_step: int, last_step: int, active: bool, mlperf: MlperfLog) -> None:
+        self.active, self.mlperf = active, mlperf
         self.trouble: str | None = None
         self.last_time_s = time.perf_counter()
         if not active:
@@ -76,10 +78,21 @@ class MetricsWriter:
         if not self.active:
             return
         now_s = time.perf_counter()
-        figures = {**figures, "images_per_s": figures["num_images"] / (now_s - self.last_time_s)}
-        self.last_time_s = now_s
+        step_s = now_s - self.last_time_s - figures.get("validation_s", 0.0)
+        figures = {**figures, "images_per_s": figures["num_images"] / step_s}
+        self.record(step, figures)
+        self.last_time_s = time.perf_counter()
+        self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
+        self.bar.update()
+
+    def record(self, step: int, figures: dict[str, float]) -> None:
+        """Figures of a moment that need not be the end of a step."""
+        if not self.active:
+            return
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
         try:
+            if "validation_loss" in figures:
+                self.mlperf.evaluated(step, figures["validation_loss"])
             for name, value in finite.items():
                 if value is not None:
                     self.board.add_scalar(name, value, step)
@@ -89,8 +102,6 @@ class MetricsWriter:
             if self.trouble is None:
                 self.bar.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on", file=sys.stderr)
             self.trouble = str(error)
-        self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
-        self.bar.update()
 
     def close(self) -> None:
         """Flush and close."""

@@ -54,5 +54,9 @@ class Objective:
         sigma, noise = self.draw(keys, batch.latents)
         # for dropout of adapters, which has no generator; other tokens, another mask
         torch.manual_seed(key_seed("module", self.seed, *keys[0]) + self.shard.rank)
-        loss = denoising_loss(engine, self.family, batch, sigma, noise, self.extra(sigma), self.shard)
+        loss = self.loss_at(engine, batch, sigma, noise)
         return loss * loss_weight(sigma, self.flow.weighting_scheme), sigma
+
+    def loss_at(self, engine: Any, batch: Batch, sigma: Tensor, noise: Tensor) -> Tensor:
+        """Unweighted loss of each sample (B,) on this rank's tokens, at given sigma (B,) and noise (B, C, H, W)."""
+        return denoising_loss(engine, self.family, batch, sigma, noise, self.extra(sigma), self.shard)

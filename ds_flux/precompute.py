@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ds_flux import UserError, assemble, caching, inputs, runtime
+from ds_flux import UserError, assemble, caching, inputs, runtime, validation
 from ds_flux.config import Config
 
 
@@ -20,7 +20,8 @@ def precompute(config: Config) -> None:
     runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
-    samples = inputs.look_at_data(config, architecture).samples
+    data = inputs.look_at_data(config, architecture)
     conditioner = assemble.build_conditioner(config, architecture)
-    caching.prepare(config, conditioner, samples)
+    validation.prepare(config, architecture, conditioner, data.held_out)
+    caching.prepare(config, conditioner, data.samples)
     runtime.log(f"done: {caching.cache_folder(config)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, inputs, lora, models, runtime
+from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, inputs, lora, models, runtime, validation
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
@@ -17,6 +17,7 @@ from ds_flux.data.stream import StreamSchedule
 from ds_flux.latents import WHOLE, TokenShard
 from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
 from ds_flux.objective import Objective
+from ds_flux.validation import Validation
 from ds_flux.zero import ds_config as zero_config
 from ds_flux.zero import engines
 from ds_flux.zero.ema import Ema
@@ -40,6 +41,7 @@ class Run:
     first_step: int
     last_step: int
     ema: Ema | None
+    validation: Validation | None
 
 
 def setup(config: Config) -> Run:
@@ -61,6 +63,7 @@ def setup(config: Config) -> Run:
 
     group = share_sequences(config.zero.sequence_parallel)
     conditioner = replace(assemble.build_conditioner(config, architecture), group=group)
+    measured_by = validation.prepare(config, architecture, conditioner, data.held_out)
     conditioner, samples = caching.prepare(config, conditioner, data.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
@@ -82,6 +85,7 @@ def setup(config: Config) -> Run:
         first_step=engine.global_steps,
         last_step=last_step,
         ema=keep_ema(config.optim, engine, resumed),
+        validation=measured_by,
     )
 
 

@@ -18,6 +18,7 @@ from ds_flux.data.stream import StreamSchedule
 from ds_flux.failures import Heart, explained
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
+from ds_flux.mlperf import MlperfLog
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
 from ds_flux.zero import engines
@@ -109,11 +110,13 @@ def run_to_the_end(config: Config) -> None:
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
-    writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    mlperf = MlperfLog(config.validation.mlperf_log if runtime.rank() == 0 else None, run.schedule.global_batch_size)
+    writer = MetricsWriter(output_dir, run.first_step, run.last_step, runtime.rank() == 0, mlperf)
     saver = make_saver(run)
     with Requests(output_dir) as requests, closing(writer):
+        mlperf.start(seed=config.run.seed, opt_base_learning_rate=config.optim.learning_rate)
         try:
-            loop(run, saver, writer, requests)
+            mlperf.stop(is_reached=loop(run, saver, writer, requests))
         except UserError:  # known to all ranks: what is being written can still be completed
             saver.finish()
             raise
@@ -127,12 +130,14 @@ def make_saver(run: Run) -> checkpoint.Saver:
     return checkpoint.Saver(Path(run.config.run.output_dir), config.checkpoints_total_limit, config.save_in_background)
 
 
-def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> None:
-    """Step after step, to the last one or until it is asked to stop.
+def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> bool:
+    """Step after step, to the last one or until it is asked to stop; returns whether --target_validation_loss was reached.
 
     While steps are not taken there are no checkpoints, and at the end none is deleted: the weights may be spoilt since before.
     """
-    steps, num_skipped = (run.first_step, run.last_step), 0
+    steps, num_skipped, is_reached = (run.first_step, run.last_step), 0, False
+    if run.validation and run.first_step == 0:
+        writer.record(0, validate(run))
     is_asked = lambda: requests.number != 0  # noqa: E731
     for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
         run = replace(run, conditioner=window.conditioner, samples=window.samples)
@@ -141,23 +146,54 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             if request := requests.agreed():
                 answer(run, saver, step - 1, batches, request)
                 if request.stops:
-                    return
+                    return False
             saver.poll()
             figures = train_step(run, batches)
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
+            if is_time_to_validate(run, step):
+                figures |= validate(run)
+                is_reached = reaches_target(run, figures)
             writer.write(step, figures | memory_peaks())
             is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
-            if is_due or step == run.last_step:
+            if is_due or step == run.last_step or is_reached:
                 saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
                     f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
                     f"{step - num_skipped}; resume with a lower --learning_rate, or without those samples"
                 )
+            if is_reached:
+                saver.close()
+                runtime.log(f"--target_validation_loss is reached after step {step}: {figures['validation_loss']:.5f}")
+                return True
     saver.close()
     if num_skipped:
         runtime.log(f"the last {num_skipped} steps were not taken: the weights are those of step {run.last_step - num_skipped}")
     runtime.log(f"done: {run.last_step} steps; {saver.output_dir / f'checkpoint-{run.last_step}'}")
+    return False
+
+
+def is_time_to_validate(run: Run, step: int) -> bool:
+    """After this step; always after the last."""
+    every = run.config.validation.validation_steps or run.config.checkpoint.checkpointing_steps
+    return run.validation is not None and (step % every == 0 or step == run.last_step)
+
+
+def validate(run: Run) -> dict[str, float]:
+    """The validation loss of the weights and of their average, and how long it took.  A collective."""
+    began_s = time.perf_counter()
+    figures = run.validation.figures(run.engine, run.objective)
+    if run.ema:
+        with run.ema.swapped():
+            of_average = run.validation.figures(run.engine, run.objective)
+        figures |= {name.replace("validation_loss", "validation_loss_ema"): value for name, value in of_average.items()}
+    return {**figures, "validation_s": time.perf_counter() - began_s}
+
+
+def reaches_target(run: Run, figures: dict[str, float]) -> bool:
+    """Whether the validation loss is low enough to end; the same on every rank, as it is a sum over all."""
+    target = run.config.validation.target_validation_loss
+    return target is not None and figures["validation_loss"] <= target
 
 
 def memory_peaks() -> dict[str, float]:

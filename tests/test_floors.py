@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands"],
+    ["flags", "commands", "sections", "mlperf"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
     ["requests", "failures", "keep"],
     [
@@ -58,6 +58,7 @@ FLOORS = [
     ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
     ["compare", "fingerprints"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
+    ["validation"],
     ["run", "rolling"],
     ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
     ["__main__"],

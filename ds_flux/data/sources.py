@@ -19,6 +19,7 @@ from ds_flux.data.captions import Captions, read_caption_file
 from ds_flux.data.columns import Columns, columns_of, digest_of, name_of_row
 from ds_flux.data.decode import open_image
 from ds_flux.data.tables import each_data_set, load_rows, name_of, root_of, undecoded
+from ds_flux.randomness import key_seed
 
 if TYPE_CHECKING:
     import datasets
@@ -63,6 +64,10 @@ class Folder:
     def fingerprint(self, index: int) -> str:
         """Of the image's bytes."""
         return digest_of([self.path(index)])
+
+    def identity(self, index: int) -> str:
+        """What stays when the folder moves, or other images come."""
+        return os.fsdecode(self.images_in_it[index])
 
     def name(self, index: int) -> str:
         """How to find a row, for messages."""
@@ -123,6 +128,10 @@ class Table:
             values += self.columns.reference_values(self.references_alone[index])
         return digest_of([self.columns.at_root(value) for value in values])
 
+    def identity(self, index: int) -> str:
+        """What stays when the data set moves, or rows are added behind."""
+        return name_of_row(self.names_alone[index] if self.columns.identity else {}) or str(index)
+
 
 @dataclass(frozen=True)
 class Several:
@@ -166,13 +175,74 @@ class Several:
         part, index = self.at(index)
         return part.fingerprint(index)
 
+    def identity(self, index: int) -> str:
+        """What stays when data sets move, or others come behind."""
+        part, number = self.at(index)
+        place = next(place for place, one in enumerate(self.parts) if one is part)
+        return f"{place} {part.identity(number)}"
+
     def name(self, index: int) -> str:
         """How to find a sample, for messages."""
         part, index = self.at(index)
         return part.name(index)
 
 
-Source = Folder | Table | Several
+@dataclass(frozen=True)
+class Part:
+    """Some of the samples of a source, numbered anew."""
+
+    whole: Folder | Table | Several
+    numbers: np.ndarray
+    """which, in the whole"""
+    title: str
+    """what part it is"""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Samples of each data set of the whole."""
+        ends = np.cumsum(self.whole.sizes if isinstance(self.whole, Several) else [len(self.whole)])
+        return np.diff(np.searchsorted(self.numbers, ends), prepend=0).tolist()
+
+    def images(self, index: int) -> tuple[Image.Image, ...]:
+        """The image of a sample."""
+        return self.whole.images(int(self.numbers[index]))
+
+    def caption(self, index: int) -> Captions:
+        """The caption of a sample, or several.  Raises BadSample."""
+        return self.whole.caption(int(self.numbers[index]))
+
+    def references(self, index: int) -> tuple[Image.Image, ...]:
+        """The reference images of a sample."""
+        return self.whole.references(int(self.numbers[index]))
+
+    def fingerprint(self, index: int) -> str:
+        """Of the bytes of the image and its references."""
+        return self.whole.fingerprint(int(self.numbers[index]))
+
+    def name(self, index: int) -> str:
+        """How to find a sample, for messages."""
+        return self.whole.name(int(self.numbers[index]))
+
+
+Source = Folder | Table | Several | Part
+
+
+def held_out(whole: Folder | Table | Several, share: float) -> tuple[Part, Part]:
+    """What is trained on, and about `share` of the samples that are not.
+
+    A sample's name decides: it stays on its side when others come or go, and whatever the seed of the run.
+
+    Raises:
+        UserError: nothing is left on one of the sides.
+    """
+    limit = int(share * 2**63)
+    is_out = np.array([key_seed("held out", whole.identity(index)) < limit for index in range(len(whole))])
+    if is_out.all() or not is_out.any():
+        raise UserError(f"--validation_fraction {share} holds {is_out.sum()} of {len(whole)} samples out: choose another share")
+    return Part(whole, np.flatnonzero(~is_out), f"all but {share}"), Part(whole, np.flatnonzero(is_out), f"{share}")
 
 
 def open_source(config: DataConfig) -> Source:
