@@ -15,6 +15,8 @@ POSITIVE = (
     "train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "checkpointing_steps", "reference_max_pixels",
     "max_image_pixels", "repeats", "shuffle_buffer", "max_skipped_steps", "timeout_s", "sequence_parallel",
     "validation_sigmas",
+    "num_validation_images",
+    "num_validation_inference_steps",
     "gradient_checkpointing_every",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
@@ -75,7 +77,12 @@ def validation_rules(config: Config) -> Rules:
     """What is measured, and on what."""
     settings = config.validation
     has_data = settings.validation_dataset is not None or settings.validation_fraction > 0
-    idle = [name for name, value in vars(settings).items() if value != vars(ValidationConfig())[name]]
+    given = {name for name, value in vars(settings).items() if value != vars(ValidationConfig())[name]}
+    of_images = {
+        "validation_image", "num_validation_images", "num_validation_inference_steps", "validation_guidance_scale"
+    }  # fmt: skip
+    has_images = settings.validation_prompt is not None
+    of_loss = given - of_images - {"validation_prompt", "validation_steps"}
     return [
         (
             settings.validation_dataset is not None and settings.validation_fraction > 0,
@@ -89,9 +96,14 @@ def validation_rules(config: Config) -> Rules:
             settings.validation_fraction > 0 and config.data.streaming,
             "--validation_fraction needs to know all samples, and --streaming does not: give --validation_dataset",
         ),
+        *[
+            (not has_data, f"--{name} has no effect without --validation_dataset or --validation_fraction")
+            for name in sorted(of_loss)
+        ],
+        *[(not has_images, f"--{name} has no effect without --validation_prompt") for name in sorted(given & of_images)],
         (
-            not has_data and bool(idle),
-            f"--{(idle or [''])[0]} has no effect without --validation_dataset or --validation_fraction",
+            not (has_data or has_images) and "validation_steps" in given,
+            "--validation_steps has no effect without --validation_dataset, --validation_fraction or --validation_prompt",
         ),
     ]
 

@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -102,6 +103,12 @@ class MetricsWriter:
             if self.trouble is None:
                 self.bar.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on", file=sys.stderr)
             self.trouble = str(error)
+
+    def show(self, step: int, name: str, image: np.ndarray) -> None:
+        """An image (height, width, 3) in TensorBoard."""
+        if self.active:
+            with suppress(OSError):
+                self.board.add_image(name, image, step, dataformats="HWC")
 
     def close(self) -> None:
         """Flush and close."""

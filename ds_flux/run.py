@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, inputs, lora, models, runtime, validation
+from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, gallery, inputs, lora, models, runtime, validation
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
@@ -14,6 +14,7 @@ from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
 from ds_flux.data.stream import StreamSchedule
+from ds_flux.gallery import Gallery
 from ds_flux.latents import WHOLE, TokenShard
 from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
 from ds_flux.objective import Objective
@@ -42,6 +43,7 @@ class Run:
     last_step: int
     ema: Ema | None
     validation: Validation | None
+    gallery: Gallery | None
 
 
 def setup(config: Config) -> Run:
@@ -64,6 +66,7 @@ def setup(config: Config) -> Run:
     group = share_sequences(config.zero.sequence_parallel)
     conditioner = replace(assemble.build_conditioner(config, architecture), group=group)
     measured_by = validation.prepare(config, architecture, conditioner, data.held_out)
+    shown_in = gallery.prepare(config, architecture, conditioner, group)
     conditioner, samples = caching.prepare(config, conditioner, data.samples)
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
@@ -86,6 +89,7 @@ def setup(config: Config) -> Run:
         last_step=last_step,
         ema=keep_ema(config.optim, engine, resumed),
         validation=measured_by,
+        gallery=shown_in,
     )
 
 

@@ -15,7 +15,7 @@ class RunConfig:
     timeout_s: int = 1800
     """a process that does not answer for so long ends the run"""
     skip_final_inference: bool = False
-    """accepted for commands written for diffusers' scripts: no images are made at the end in any case"""
+    """make no images of --validation_prompt after the last step"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +284,16 @@ class ValidationConfig:
     """the loss is taken at so many noise levels, (i + 0.5) / n, each with a sample's own and ever same noise"""
     validation_sigma_by_sample: bool = False
     """each sample at one of those noise levels, by its number, instead of at all of them; as MLPerf does"""
+    validation_prompt: str | list[str] | None = None
+    """show the model's images of this prompt at each validation; several as a list, or a .txt file with one on each line"""
+    validation_image: str | list[str] | None = None
+    """reference image to edit by these prompts; several: a,b or a list"""
+    num_validation_images: int = 1
+    """images of each prompt, each from a noise of its own"""
+    num_validation_inference_steps: int = 28
+    """steps of the sampler for these images"""
+    validation_guidance_scale: float | None = None
+    """their distilled or classifier-free guidance; default: the pipeline's"""
     target_validation_loss: float | None = None
     """save and end as soon as the validation loss is as low as this"""
     mlperf_log: str | None = None

@@ -137,7 +137,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
     """
     steps, num_skipped, is_reached = (run.first_step, run.last_step), 0, False
     if run.validation and run.first_step == 0:
-        writer.record(0, validate(run))
+        writer.record(0, measure(run))
     is_asked = lambda: requests.number != 0  # noqa: E731
     for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
         run = replace(run, conditioner=window.conditioner, samples=window.samples)
@@ -151,7 +151,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             figures = train_step(run, batches)
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
             if is_time_to_validate(run, step):
-                figures |= validate(run)
+                figures |= validate(run, step, writer)
                 is_reached = reaches_target(run, figures)
             writer.write(step, figures | memory_peaks())
             is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
@@ -176,18 +176,29 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
 def is_time_to_validate(run: Run, step: int) -> bool:
     """After this step; always after the last."""
     every = run.config.validation.validation_steps or run.config.checkpoint.checkpointing_steps
-    return run.validation is not None and (step % every == 0 or step == run.last_step)
+    return step % every == 0 or step == run.last_step
 
 
-def validate(run: Run) -> dict[str, float]:
-    """The validation loss of the weights and of their average, and how long it took.  A collective."""
+def validate(run: Run, step: int, writer: MetricsWriter) -> dict[str, float]:
+    """Measure and show the weights and their average; returns the figures, and how long it took.  A collective."""
     began_s = time.perf_counter()
+    figures = measure(run) if run.validation else {}
+    if run.gallery and not (step == run.last_step and run.config.run.skip_final_inference):
+        writer.show(step, "samples", run.gallery.show(run.engine, f"step-{step}"))
+        if run.ema:
+            with run.ema.swapped():
+                writer.show(step, "samples_ema", run.gallery.show(run.engine, f"step-{step}-ema"))
+    return {**figures, "validation_s": time.perf_counter() - began_s} if run.validation or run.gallery else {}
+
+
+def measure(run: Run) -> dict[str, float]:
+    """The validation loss of the weights, and of their average.  A collective."""
     figures = run.validation.figures(run.engine, run.objective)
     if run.ema:
         with run.ema.swapped():
             of_average = run.validation.figures(run.engine, run.objective)
         figures |= {name.replace("validation_loss", "validation_loss_ema"): value for name, value in of_average.items()}
-    return {**figures, "validation_s": time.perf_counter() - began_s}
+    return figures
 
 
 def reaches_target(run: Run, figures: dict[str, float]) -> bool:

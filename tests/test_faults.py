@@ -137,16 +137,24 @@ def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
     assert process.returncode == 0 and "stopped by SIGUSR1 after step" in errors
 
 
-@pytest.mark.parametrize(("kind", "message"), [("memory", "rank 1 ran out of memory"), ("bug", "a fault of the program")])
+LONE_FAULTS = {
+    "memory": "rank 1 ran out of memory",
+    "bug": "a fault of the program",
+    "image": "a fault of the pipeline",
+}
+
+
+@pytest.mark.parametrize(("kind", "message"), LONE_FAULTS.items())
 def test_a_rank_that_fails_alone_ends_all(assets: Assets, tmp_path: Path, kind: str, message: str) -> None:
     """With its own words; where it is memory, with what to do."""
-    job = {"function": "tests.workers:fails_alone", "args": [assets.flags(tmp_path / "run"), kind]}
+    flags = {"validation_prompt": "zero", "validation_steps": 2} if kind == "image" else {}
+    job = {"function": "tests.workers:fails_alone", "args": [assets.flags(tmp_path / "run", **flags), kind]}
     (tmp_path / "jobs.json").write_text(json.dumps([job]))
     done = launch(2, "tests.distributed", str(tmp_path / "jobs.json"), timeout_s=200)
     assert done.returncode != 0 and message in done.stderr, done.stderr[-3000:]
     if kind == "memory":
         assert "Traceback" not in done.stderr and "--gradient_checkpointing" in done.stderr
-    assert len(metrics(tmp_path / "run")) == 1
+    assert len(metrics(tmp_path / "run")) == 1, "one step was whole"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

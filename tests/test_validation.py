@@ -149,7 +149,10 @@ def test_every_sample_counts_once_on_some_rank(sizes: list[int], size: int, dp_s
 
 BAD = {
     "both": ({"validation_fraction": 0.5, "validation_dataset": "x"}, "contradict each other"),
-    "steps without data": ({"validation_steps": 5}, "--validation_steps has no effect without --validation_dataset"),
+    "steps without data": (
+        {"validation_steps": 5},
+        "--validation_steps has no effect without --validation_dataset, --validation_fraction or",
+    ),
     "nowhere": ({"validation_dataset": "./nowhere"}, "nowhere"),
     "all": ({"validation_fraction": 0.9999999}, f"of {NUM_IMAGES} samples out"),
     "share": ({"validation_fraction": 1.5}, "--validation_fraction 1.5 is not between 0 and 1"),

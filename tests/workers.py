@@ -142,6 +142,7 @@ def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
     import signal
 
     from ds_flux import commands, config, metrics, runtime, trainer
+    from ds_flux.mlperf import MlperfLog
     from ds_flux.requests import Requests
     from ds_flux.run import setup
 
@@ -159,7 +160,7 @@ def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     run = setup(settings)
-    writer = Looking(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
+    writer = Looking(output_dir, run.first_step, run.last_step, runtime.rank() == 0, MlperfLog(None, 0))
     with Requests(output_dir) as requests:
         trainer.loop(run, trainer.make_saver(run), writer, requests)
     writer.close()
@@ -194,14 +195,15 @@ def poison(argv: list[str], samples: list[int]) -> None:
 
 
 def fails_alone(argv: list[str], kind: str) -> None:
-    """`ds-flux train`, in whose second step the last rank fails."""
+    """`ds-flux train`, in whose second step the last rank fails; or in its first image."""
     import os
     import sys
 
     from ds_flux import __main__ as command_line
     from ds_flux.objective import Objective
+    from ds_flux.sampling import Sampler
 
-    calls, loss = [], Objective.loss
+    calls, loss, image = [], Objective.loss, Sampler.image
 
     def failing(self: Any, *arguments: Any) -> Any:
         calls.append(1)
@@ -211,6 +213,14 @@ def fails_alone(argv: list[str], kind: str) -> None:
             raise ZeroDivisionError("a fault of the program")
         return loss(self, *arguments)
 
-    Objective.loss = failing
+    def failing_image(self: Any, *arguments: Any) -> Any:
+        if os.environ["RANK"] != "0":
+            raise ZeroDivisionError("a fault of the pipeline")
+        return image(self, *arguments)
+
+    if kind == "image":
+        Sampler.image = failing_image
+    else:
+        Objective.loss = failing
     sys.argv = ["ds-flux", "train", *argv]
     command_line.run()

@@ -5,6 +5,8 @@ the whole: two all-to-all exchanges per layer turn shares of the tokens into sha
 of it and shards over all ranks; the mean over them of what each loses on its own tokens is the loss of the whole.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +53,20 @@ class SequenceGroup:
             torch.device(self.mesh.device_type),
             mesh=self.mesh,
         )
-        for module in transformer.modules():
-            processor = vars(module).get("processor")
-            if processor is not None:
-                check_backend(processor._attention_backend)
-                processor._parallel_config = config
+        for processor in processors_of(transformer):
+            check_backend(processor._attention_backend)
+            processor._parallel_config = config
+
+    @contextmanager
+    def apart(self, transformer: Any) -> Iterator[None]:
+        """Inside, each rank's calls are of whole sequences of its own."""
+        processors = processors_of(transformer)
+        kept = [processor._parallel_config for processor in processors]
+        for processor in processors:
+            processor._parallel_config = None
+        yield
+        for processor, config in zip(processors, kept, strict=True):
+            processor._parallel_config = config
 
     def samples_of(self, num_samples: int) -> list[int]:
         """Which samples of a micro batch this rank encodes for the group: as many on every rank, some twice if need be."""
@@ -68,6 +79,11 @@ class SequenceGroup:
         parts = [torch.empty_like(part) for _ in range(self.mesh.size())]
         torch.distributed.all_gather(parts, part.contiguous(), group=self.mesh["ulysses"].get_group())
         return torch.cat(parts)[:num_samples]
+
+
+def processors_of(transformer: Any) -> list[Any]:
+    """What computes attention in each layer."""
+    return [vars(module)["processor"] for module in transformer.modules() if "processor" in vars(module)]
 
 
 def check_backend(chosen: AttentionBackendName | None) -> None:

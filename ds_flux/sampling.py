@@ -1,0 +1,104 @@
+"""Images from prompts by the stock pipelines: each rank makes its share, and all call the transformer equally often."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from ds_flux import UserError, models, runtime
+from ds_flux.conditioning import Conditioner
+from ds_flux.data.decode import BadSample, open_image
+from ds_flux.data.images import ReferenceRules, upright
+from ds_flux.families.spec import FluxFamily, SampleRequest
+from ds_flux.randomness import sample_generator
+from ds_flux.sections import DataConfig
+
+Features = dict[str, Tensor]  # {transformer argument: features of one prompt, batch of one}
+
+
+@dataclass(frozen=True)
+class Shots:
+    """What the images shall be; the same on every rank."""
+
+    prompts: list[str]
+    """of each image"""
+    references: list[Image.Image]
+    height: int | None
+    """pixels; None: the pipeline's choice, the size of the reference"""
+    width: int | None
+    num_inference_steps: int
+    guidance_scale: float | None
+    """None: the pipeline's default"""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Makes images with a transformer; each is decided by (seed, its number)."""
+
+    family: FluxFamily
+    shots: Shots
+    text_of: Callable[[str], Features]
+    """of a prompt; a collective where the text encoder is sharded"""
+    autoencoder: Any
+    scheduler: Any
+    is_distilled: bool
+    seed: int
+
+    def images(self, transformer: Any) -> Iterator[tuple[int, Image.Image | None]]:
+        """(number, image) of this rank in each turn, None where it has nothing left to make.  A collective in every turn.
+
+        Raises:
+            UserError: the pipeline refuses the request.
+        """
+        null_text, num = self.text_of(""), len(self.shots.prompts)
+        for turn in range(-(-num // runtime.world_size())):
+            number = turn * runtime.world_size() + runtime.rank()
+            text = self.text_of(self.shots.prompts[min(number, num - 1)])  # nothing left to make, and still it calls
+            image = self.image(transformer, text, null_text, number)
+            yield number, image if number < num else None
+
+    def image(self, transformer: Any, text: Features, null_text: Features, number: int) -> Image.Image:
+        """One, by the stock pipeline."""
+        request = SampleRequest(
+            text=text,
+            null_text=null_text,
+            references=self.shots.references,
+            height=self.shots.height,
+            width=self.shots.width,
+            num_inference_steps=self.shots.num_inference_steps,
+            guidance_scale=self.shots.guidance_scale,
+            is_distilled=self.is_distilled,
+            generator=sample_generator(self.seed, number, 0, "noise"),
+            show_progress=runtime.rank() == 0,
+        )
+        components = {"transformer": transformer, "vae": self.autoencoder, "scheduler": self.scheduler}
+        try:
+            return self.family.sample(components, request)
+        except ValueError as error:  # what the pipeline checks: the same on every rank, for all have the same request
+            raise UserError(f"the pipeline refuses: {' '.join(str(error).split())}") from None
+
+
+def encode(conditioner: Conditioner, prompt: str) -> Features:
+    """Features of one prompt.  A collective where the text encoder is sharded."""
+    return conditioner.encode_text({encoder: [prompt] for encoder in conditioner.encoders})
+
+
+def open_references(paths: list[str], flag: str, data: DataConfig) -> list[Image.Image]:
+    """Reference images at their own shape; the pipeline brings them to whole tokens.  Raises UserError."""
+    references = []
+    for path in paths:
+        try:
+            image = upright(open_image(path, data.max_image_pixels), data)
+        except BadSample as reason:
+            raise UserError(f"{flag} {path} cannot be read: {reason}") from None
+        scaled = ReferenceRules(data.reference_max_pixels, 1, False).scaled(image.size)
+        references.append(image if scaled == image.size else image.resize(scaled, Image.Resampling.LANCZOS))
+    return references
+
+
+def check_guidance(scale: float | None, flag: str, is_distilled: bool, architecture: models.Architecture) -> None:
+    """Raise UserError for a guidance that the model does not take."""
+    if scale is not None and is_distilled and not architecture.has_guidance:
+        raise UserError(f"{flag} has no effect: this model is distilled to sample without; leave it out")
