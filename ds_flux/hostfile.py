@@ -29,7 +29,9 @@ def read(path: Path) -> dict[str, int]:
         if line.strip() and not line.strip().startswith("#"):
             host, num_slots = parsed(f"hostfile {path} line {number}", line.strip())
             if host in slots:
-                raise UserError(f"hostfile {path} line {number}: {host} is there already; a node has one line, with all its slots")
+                raise UserError(
+                    f"hostfile {path} line {number}: {host} is there already; a node has one line, with all its slots"
+                )
             slots[host] = num_slots
     if not slots:
         raise UserError(f"hostfile {path} names no node: write one line for each, such as `node1 slots=8`")

@@ -36,6 +36,12 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_size() -> int:
+    """The number of processes on this node; all of them where the launcher does not say."""
+    environment = os.environ  # DeepSpeed's launcher says LOCAL_SIZE, torch's the other
+    return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or env_world_size())
+
+
 def init(timeout_s: int = 1800) -> None:
     """Join the process group; without a launcher, be a group of one.
 

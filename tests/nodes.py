@@ -1,5 +1,6 @@
 """Two nodes on one machine: network namespaces on a bridge, each with an address, a name, an sshd and a disk of its own."""
 
+import json
 import os
 import shlex
 import shutil
@@ -10,10 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ds_flux import UserError, commands, config, run
 from tests.distributed import ROOT, environment
 
-NEEDED = {"ip": "iproute2", "unshare": "util-linux", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
+NEEDED = {
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "pdsh": "pdsh",
+    "rsync": "rsync",
+}
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"])
 SSHD = """
 ListenAddress {address}
@@ -77,6 +87,27 @@ class Nodes:
         line = f"cd {ROOT} && env {shlex.join([f'{name}={value}' for name, value in values.items()])} {shlex.join(command)}"
         ssh = ["ssh", "-F", str(self.folder / "ssh_config"), ADDRESSES[node], line]
         return subprocess.run(ssh, capture_output=True, text=True, timeout=timeout_s)
+
+    def run_jobs(self, jobs: list[Any], folder: Path) -> None:
+        """Like tests.distributed.run_jobs, on all four processes."""
+        path = folder / "jobs.json"
+        path.write_text(json.dumps(jobs))
+        launcher = ["deepspeed", "--hostfile", str(self.hostfile), "--module", "tests.distributed", str(path)]
+        variables = {name: environment()[name] for name in ("TORCH_EXTENSIONS_DIR", *QUIET)}
+        (self.folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+        done = self.run(launcher, DS_ENV_FILE=str(self.folder / "deepspeed_env"))
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def refused(argv: list[str], words: str) -> None:
+    """A job: `ds-flux train` ends with these words, on every rank."""
+    settings, _ = config.load(argv, "ds-flux train", commands.TrainCommand)
+    try:
+        run.setup(settings)
+    except UserError as error:
+        assert words in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"not refused: {words}")
 
 
 QUIET = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE")

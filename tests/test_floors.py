@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands"],
+    ["flags", "commands", "hostfile"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests", "failures", "keep"],
+    ["requests", "failures", "keep", "disks"],
     [
         "families.spelling",
         "families.spec",
@@ -24,6 +24,7 @@ FLOORS = [
         "families.stock",
         "families.tiny",
         "checks",
+        "wholeness",
     ],
     [
         "data.schedule",

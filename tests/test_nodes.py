@@ -1,7 +1,9 @@
 """Two nodes for real: ssh, pdsh, the hostfile; checkpoints on a disk that they share, and on disks of their own."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -51,3 +53,54 @@ def test_a_run_on_a_shared_disk(assets: Assets, nodes: Nodes, tmp_path: Path) ->
     assert (settings["caption_prefix"], settings["instance_prompt"]) == (ODD, "x;y")
     assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4]
     assert consolidate([str(tmp_path / "out"), str(tmp_path / "transformer")]) == 0
+
+
+def ds_config(assets: Assets, stage: int) -> str:
+    """Of nodes with disks of their own."""
+    sections = json.loads(Path(assets.ds_config(stage)).read_text())
+    path = assets.folder / f"local{stage}.json"
+    path.write_text(json.dumps({**sections, "checkpoint": {"use_node_local_storage": True}}))
+    return str(path)
+
+
+SHORT = {"train_batch_size": 2, "max_train_steps": 4, "checkpointing_steps": 2}
+
+
+def test_runs_on_disks_of_their_own(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
+    """Refused unless asked for; then each node keeps its part, goes on from it, and the parts can be gathered."""
+    runs = {3: {"ema_decay": 0.5, "rank": 4}, 2: {}}
+    path_of = {stage: ds_config(assets, stage) for stage in runs}
+    jobs: list[Any] = [
+        refusal(assets.flags(nodes.disk / "no"), f"--output_dir {nodes.disk}/no is not shared: ranks 2, 3"),
+        refusal(assets.flags(tmp_path / "no", deepspeed_config=path_of[3]), "all nodes see the same --output_dir"),
+        refusal(assets.flags(nodes.disk / "no", deepspeed_config=path_of[3], cache_text="true"), "Give --cache_dir"),
+    ]
+    for stage, more in runs.items():
+        flags = {**SHORT, **more, "deepspeed_config": path_of[stage]}
+        jobs.append(assets.flags(nodes.disk / f"straight{stage}", **flags))
+        halfway = nodes.disk / f"straight{stage}/checkpoint-2"
+        jobs.append(assets.flags(nodes.disk / f"resumed{stage}", resume_from_checkpoint=halfway, **flags))
+    halfway = nodes.disk / "straight3/checkpoint-2"
+    again = {**SHORT, **runs[3], "deepspeed_config": ds_config(assets, 1), "resume_from_checkpoint": halfway}
+    jobs.append(refusal(assets.flags(nodes.disk / "no", **again), "gather it first"))
+    nodes.run_jobs(jobs, tmp_path)
+    for stage in runs:
+        straight, resumed = (gathered(nodes, nodes.disk / f"{kind}{stage}", tmp_path) for kind in ("straight", "resumed"))
+        assert straight == resumed and len(straight) > 1000
+
+
+def refusal(flags: list[str], words: str) -> dict[str, Any]:
+    return {"function": "tests.nodes:refused", "args": [flags, words]}
+
+
+def gathered(nodes: Nodes, run: Path, folder: Path) -> bytes:
+    """The weights of a run's end; brought together by the command that `ds-flux consolidate` says."""
+    consolidating = ["ds-flux", "consolidate", str(run), str(folder / run.name), "--dtype", "fp32"]
+    done = nodes.run(consolidating)
+    assert done.returncode == 2 and "not whole here: the rest is on node2; on node1: rsync -a node2:" in done.stderr
+    gathering = done.stderr.partition("on node1: ")[2].strip()
+    assert nodes.run(["sh", "-c", gathering]).returncode == 0
+    for command in (consolidating, ["ds-flux", "checkpoint", "verify", str(run / "checkpoint-4")]):
+        done = nodes.run(command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return b"".join(path.read_bytes() for path in sorted((folder / run.name).glob("*.safetensors")))
