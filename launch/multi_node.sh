@@ -18,13 +18,11 @@
 #                                                     impi, mvapich.  For SLURM there is launch/slurm.sbatch
 #     --no_ssh --node_rank 1 --master_addr node1      no ssh: run this same line on every node, each with its own --node_rank
 #
-# Every node gets this shell's python, working folder, and the variables below; more of them, or other values, are the lines
-# NAME=value of .deepspeed_env here or at home.
+# Every node gets this shell's python, its working folder, and its variables that ds_flux/travel.py names (PATH, HF_*, NCCL_*,
+# OMP_*, ...); lines NAME=value of a file .deepspeed_env, at home or here, add others or change them.
 set -euo pipefail
 usage="usage: launch/multi_node.sh HOSTFILE [flags of deepspeed] RECIPE.yaml [DEEPSPEED.json] [flags of ds-flux train]"
 fail() { echo "launch/multi_node.sh: error: $1" >&2; exit 2; }
-travelling='PATH|LD_LIBRARY_PATH|CC|CXX|CUDA_HOME|TORCH_\w+|PYTORCH_\w+|TRITON_\w+|HF_\w+|TRANSFORMERS_\w+|DS_ACCELERATOR'
-travelling+='|DEEPSPEED_\w+|NCCL_\w+|GLOO_\w+|OMP_\w+|MKL_\w+|TQDM_\w+|XDG_CACHE_HOME|\w+_proxy'
 
 # ---- the words of the command line
 hostfile=${1:?$usage}; shift
@@ -50,27 +48,11 @@ case ${launcher,,} in
     pdsh) command -v pdsh >/dev/null || fail "pdsh is not installed here (Debian, Ubuntu: apt install pdsh); or give --launcher" ;;
 esac
 if [ "${launcher,,}" = pdsh ]; then
-    # pdsh replaces %h, %n and %u itself and hands the words to a shell on the node.  DeepSpeed quotes those with spaces, and
-    # escapes nothing in them but the quotes.
-    for_shell() {
-        local word=${1//%/%%}
-        if [[ $word == *' '* ]]; then sed 's/[\\$`]/\\&/g' <<<"$word"; else printf '%q\n' "$word"; fi
-    }
-    quoted=()
-    for word in "${words[@]}"; do quoted+=("$(for_shell "$word")"); done
-    words=("${quoted[@]}")
+    mapfile -d '' words < <(python -m ds_flux.travel words -- "${words[@]}")
     of_deepspeed+=(--force_multi)  # or --include with one node left would train on this one, whichever it is
 fi
 file_of_variables=$(mktemp)
-env | grep -P "^($travelling)=" | sed 's/[\\"$`]/\\&/g' >"$file_of_variables" || true
-echo "MASTER_PORT=29500" >>"$file_of_variables"  # what MPI's processes go by
-for file in ~/.deepspeed_env .deepspeed_env; do
-    [ -f "$file" ] || continue
-    # DeepSpeed ends with a traceback at a line without =, an empty one as well
-    wrong=$(grep -nvP '^([A-Za-z_]\w*=.*|\s*(#.*)?)$' "$file" | head -1) || true
-    [ -z "$wrong" ] || fail "$file line ${wrong%%:*}: expected NAME=value, got \`${wrong#*:}\`"
-    grep -P '^[A-Za-z_]\w*=' "$file" >>"$file_of_variables" || true
-done
+python -m ds_flux.travel variables >"$file_of_variables" || { rm "$file_of_variables"; exit 2; }
 # read by deepspeed through the open file, which leaves nothing behind
 exec 3<"$file_of_variables"
 rm "$file_of_variables"
