@@ -1,7 +1,7 @@
 """What goes along to the nodes of a run: environment variables, and words that a shell there shall not change.
 
-DeepSpeed's launcher sends python, the working folder and variables whose names begin with PYTHON, NCCL (on CUDA), MLFLOW, UCX or
-MV2, and those in `.deepspeed_env`.  `launch/multi_node.sh` gives it such a file with what is below:
+DeepSpeed's launcher sends python, the working folder and variables whose names begin with PYTHON, NCCL (on CUDA), MLFLOW, UCX
+or MV2, and those in `.deepspeed_env`.  `launch/multi_node.sh` gives it such a file with what is below:
 
     python -m ds_flux.travel variables          # lines NAME=value
     python -m ds_flux.travel words -- WORD ...  # the words as pdsh has to be given them, each ended by a zero byte
@@ -18,10 +18,12 @@ from pathlib import Path
 
 from ds_flux import UserError
 
+# secrets stay: DeepSpeed logs its command line with all that is sent (HF_TOKEN: `hf auth login` on each node instead)
 TRAVELS = re.compile(
-    r"PATH|LD_LIBRARY_PATH|CC|CXX|CUDA_HOME|ROCM_HOME|XDG_CACHE_HOME|TORCH_\w+|PYTORCH_\w+|TRITON_\w+|HF_\w+|TRANSFORMERS_\w+"
+    r"PATH|PYTHON\w+|LD_LIBRARY_PATH|CC|CXX|CUDA_HOME|ROCM_HOME|XDG_CACHE_HOME|TORCH_\w+|PYTORCH_\w+|TRITON_\w+|HF_\w+|TRANSFORMERS_\w+"
     r"|DS_ACCELERATOR|DEEPSPEED_\w+|NCCL_\w+|GLOO_\w+|OMP_\w+|MKL_\w+|TQDM_\w+|\w+_proxy|\w+_PROXY"
 )
+SECRETS = ("TOKEN", "KEY", "PASSWORD")
 ENV_FILE = ".deepspeed_env"
 LINE = re.compile(r"[A-Za-z_]\w*=.*")
 FOR_A_SHELL = str.maketrans({character: f"\\{character}" for character in '\\"$`'})
@@ -36,7 +38,8 @@ def variables(environment: Mapping[str, str], folders: list[Path]) -> dict[str, 
     Raises:
         UserError: a line of such a file is malformed; DeepSpeed would end with a traceback, at an empty line as well.
     """
-    found = {name: value for name, value in environment.items() if TRAVELS.fullmatch(name) and "\n" not in value}
+    travels = {name for name, value in environment.items() if TRAVELS.fullmatch(name) and "\n" not in value}
+    found = {name: environment[name] for name in sorted(travels) if not name.endswith(SECRETS)}
     for path in (folder / ENV_FILE for folder in folders):
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
             if not line.strip() or line.startswith("#"):
@@ -51,8 +54,8 @@ def variables(environment: Mapping[str, str], folders: list[Path]) -> dict[str, 
 def word_for_pdsh(word: str) -> str:
     """A word of `ds-flux train` as DeepSpeed's pdsh launcher has to be given it.
 
-    pdsh replaces %h, %n and %u, and hands the words to a shell on the node.  DeepSpeed puts those with spaces into double quotes,
-    and escapes nothing in them but the quotes.
+    pdsh replaces %h, %n and %u, and hands the words to a shell on the node.  DeepSpeed puts those with spaces into double
+    quotes, and escapes nothing in them but the quotes.
     """
     word = word.replace("%", "%%")
     return word.translate(FOR_A_SHELL).replace('\\"', '"') if " " in word else shlex.quote(word)

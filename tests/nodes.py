@@ -40,6 +40,12 @@ IdentityFile {folder}/key
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
+Host refused
+    HostName 10.87.213.2
+    Port 1
+Host denied
+    HostName 10.87.213.2
+    User nobody
 """
 NODE = """
 set -e
@@ -48,6 +54,7 @@ mount --make-rprivate /
 mount --bind {folder}/ssh_config /etc/ssh/ssh_config
 mount --bind {folder}/hosts /etc/hosts
 mount -t tmpfs -o size=300m tmpfs {folder}/disk
+mount -t tmpfs -o size=1m tmpfs {folder}/full
 mkdir -p /run/sshd
 exec {sshd} -D -e -f {folder}/sshd_{name}
 """
@@ -79,12 +86,12 @@ class Nodes:
         return self.folder / "disk"
 
     def run(
-        self, command: list[str], node: str = "node1", timeout_s: int = 200, **variables: str
+        self, command: list[str], node: str = "node1", timeout_s: int = 200, cwd: Path = ROOT, **variables: str
     ) -> subprocess.CompletedProcess:
         """Run a command on a node, in the root of the repository."""
         kept = ("PATH", "PYTHONPATH", "TORCH_EXTENSIONS_DIR", *QUIET)
         values = {name: value for name, value in {**environment(), "PATH": PATH}.items() if name in kept} | variables
-        line = f"cd {ROOT} && env {shlex.join([f'{name}={value}' for name, value in values.items()])} {shlex.join(command)}"
+        line = f"cd {cwd} && env {shlex.join([f'{name}={value}' for name, value in values.items()])} {shlex.join(command)}"
         ssh = ["ssh", "-F", str(self.folder / "ssh_config"), ADDRESSES[node], line]
         return subprocess.run(ssh, capture_output=True, text=True, timeout=timeout_s)
 
@@ -147,7 +154,8 @@ def two_nodes(folder: Path) -> Iterator[Nodes]:
 
 def write_settings(folder: Path) -> None:
     """Keys, names, and what ssh and sshd read."""
-    (folder / "disk").mkdir()
+    for name in ("disk", "full"):
+        (folder / name).mkdir()
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key")
     hosts = [f"{address} {name}" for name, address in ADDRESSES.items()]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "hostfile"],
+    ["flags", "commands", "hostfile", "travel", "nodes"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests", "failures", "keep", "disks"],
+    ["requests", "failures", "keep", "disks", "probe", "findings"],
     [
         "families.spelling",
         "families.spec",
@@ -61,7 +61,16 @@ FLOORS = [
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
 WALLS = {  # third-party package -> the only modules that may import it
-    "deepspeed": {"runtime", "zero.ds_config", "zero.weights", "zero.engines", "zero.elastic", "zero.ema", "checkpoint"},
+    "deepspeed": {
+        "runtime",
+        "probe",
+        "zero.ds_config",
+        "zero.weights",
+        "zero.engines",
+        "zero.elastic",
+        "zero.ema",
+        "checkpoint",
+    },  # probe: the accelerator
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},

@@ -1,28 +1,17 @@
 """Two nodes for real: ssh, pdsh, the hostfile; checkpoints on a disk that they share, and on disks of their own."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from ds_flux.consolidate import main as consolidate
 from tests.conftest import Assets
 from tests.distributed import metrics
-from tests.nodes import Nodes, NoNodesError, two_nodes
+from tests.nodes import Nodes
 
 ODD = "it's 100% of $HOME; *"
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    try:
-        with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
-            yield nodes
-    except NoNodesError as reason:
-        pytest.skip(f"two nodes cannot be made here: {reason}")
 
 
 def recipe(assets: Assets, output_dir: Path, folder: Path, **changes: object) -> tuple[str, str]:
