@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from ds_flux import UserError, __version__
+from ds_flux import UserError, __version__, travel
 
 
 def train(argv: list[str]) -> int:
@@ -111,6 +111,7 @@ def main() -> int:
         print(f"ds-flux: error: unknown command {argv[0]}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
+        travel.adopt_mpi(os.environ)
         return COMMANDS[argv[0]](argv[1:])
     except UserError as error:
         return leave(error)

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from ds_flux import UserError
@@ -26,6 +26,12 @@ TRAVELS = re.compile(
 SECRETS = ("TOKEN", "KEY", "PASSWORD")
 ENV_FILE = ".deepspeed_env"
 LINE = re.compile(r"[A-Za-z_]\w*=.*")
+MPI = {  # ours -> what OpenMPI, MVAPICH and those with PMI (MPICH, Intel) call it
+    "RANK": ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
 FOR_A_SHELL = str.maketrans({character: f"\\{character}" for character in '\\"$`'})
 
 
@@ -49,6 +55,23 @@ def variables(environment: Mapping[str, str], folders: list[Path]) -> dict[str, 
             name, value = line.split("=", 1)
             found[name] = value
     return found
+
+
+def adopt_mpi(environment: MutableMapping[str, str]) -> None:
+    """Take rank and size from MPI where it has started this process, which would train alone otherwise.
+
+    Raises:
+        UserError: nobody says where rank 0 is.
+    """
+    if "RANK" in environment:
+        return
+    found = {ours: [environment[name] for name in names if name in environment] for ours, names in MPI.items()}
+    if not all(found.values()) or found["WORLD_SIZE"] == ["1"]:
+        return
+    if "MASTER_ADDR" not in environment:
+        raise UserError("MPI has started this, and MASTER_ADDR (the first node) is not set: mpirun -x MASTER_ADDR=node1 ...")
+    environment.setdefault("MASTER_PORT", "29500")
+    environment.update({ours: values[0] for ours, values in found.items()})
 
 
 def word_for_pdsh(word: str) -> str:

@@ -27,9 +27,14 @@ fail() { echo "launch/multi_node.sh: error: $1" >&2; exit 2; }
 # ---- the words of the command line
 hostfile=${1:?$usage}; shift
 python -m ds_flux.hostfile "$hostfile"
-launcher=pdsh ssh=yes of_deepspeed=()
+launcher=pdsh ssh=yes master_port=29500 of_deepspeed=()
+master_addr=$(sed -n 's/^ *\([^ #][^ ]*\) .*/\1/p' "$hostfile" | head -1)
 while [ $# -gt 0 ] && [[ $1 != *.yaml && $1 != *.yml ]]; do
-    case $1 in --launcher) launcher=${2:-} ;; --launcher=*) launcher=${1#*=} ;; --no_ssh) ssh=no ;; esac
+    case $1 in
+        --no_ssh) ssh=no ;;
+        --launcher | --master_addr | --master_port) declare "${1#--}=${2:?$usage}" ;;
+        --launcher=* | --master_addr=* | --master_port=*) declare "${1#--}" ;;
+    esac
     of_deepspeed+=("$1"); shift
 done
 recipe=${1:?$usage}; shift
@@ -53,6 +58,7 @@ if [ "${launcher,,}" = pdsh ]; then
 fi
 file_of_variables=$(mktemp)
 python -m ds_flux.travel variables >"$file_of_variables" || { rm "$file_of_variables"; exit 2; }
+echo "MASTER_ADDR=$master_addr"$'\n'"MASTER_PORT=$master_port" >>"$file_of_variables"  # what MPI's processes go by
 # read by deepspeed through the open file, which leaves nothing behind
 exec 3<"$file_of_variables"
 rm "$file_of_variables"
