@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from ds_flux import keep
 from ds_flux.consolidate import main as consolidate
 from tests.conftest import Assets
 from tests.distributed import metrics
@@ -73,8 +74,12 @@ def test_runs_on_disks_of_their_own(assets: Assets, nodes: Nodes, tmp_path: Path
     again = {**SHORT, **runs[3], "deepspeed_config": ds_config(assets, 1), "resume_from_checkpoint": halfway}
     jobs.append(refusal(assets.flags(nodes.disk / "no", **again), "gather it first"))
     nodes.run_jobs(jobs, tmp_path)
+    checkpoint = nodes.disk / "straight3/checkpoint-4"
+    done = nodes.run(["ds-flux", "consolidate", str(checkpoint), str(tmp_path / "out")])
+    said = f"{checkpoint} is not whole here: the rest is on node2; on node1: {gathering(checkpoint)}\n"
+    assert (done.returncode, done.stderr) == (2, f"ds-flux: error: {said}")
     for stage in runs:
-        straight, resumed = (gathered(nodes, nodes.disk / f"{kind}{stage}", tmp_path) for kind in ("straight", "resumed"))
+        straight, resumed = (weights(nodes, nodes.disk / f"{kind}{stage}", tmp_path) for kind in ("straight", "resumed"))
         assert straight == resumed and len(straight) > 1000
 
 
@@ -82,14 +87,16 @@ def refusal(flags: list[str], words: str) -> dict[str, Any]:
     return {"function": "tests.nodes:refused", "args": [flags, words]}
 
 
-def gathered(nodes: Nodes, run: Path, folder: Path) -> bytes:
-    """The weights of a run's end; brought together by the command that `ds-flux consolidate` says."""
-    consolidating = ["ds-flux", "consolidate", str(run), str(folder / run.name), "--dtype", "fp32"]
-    done = nodes.run(consolidating)
-    assert done.returncode == 2 and "not whole here: the rest is on node2; on node1: rsync -a node2:" in done.stderr
-    gathering = done.stderr.partition("on node1: ")[2].strip()
-    assert nodes.run(["sh", "-c", gathering]).returncode == 0
-    for command in (consolidating, ["ds-flux", "checkpoint", "verify", str(run / "checkpoint-4")]):
-        done = nodes.run(command)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return b"".join(path.read_bytes() for path in sorted((folder / run.name).glob("*.safetensors")))
+def gathering(checkpoint: Path) -> str:
+    """The command that brings node 2's part to node 1."""
+    return f"rsync -a node2:{checkpoint}/ {checkpoint}/"
+
+
+def weights(nodes: Nodes, run: Path, folder: Path) -> bytes:
+    """Of a run's end, from the parts of both nodes; where not even one checksum is wrong."""
+    command = f"{gathering(run / 'checkpoint-4')} && cp -r {run} {folder}"
+    assert nodes.run(["sh", "-c", command]).returncode == 0
+    checkpoint, out = folder / run.name / "checkpoint-4", folder / f"{run.name}-consolidated"
+    assert keep.main(["verify", str(checkpoint)]) == 0
+    assert consolidate([str(checkpoint), str(out), "--dtype", "fp32"]) == 0
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
