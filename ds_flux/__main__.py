@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from ds_flux import UserError, __version__
+from ds_flux import UserError, __version__, travel
 
 
 def train(argv: list[str]) -> int:
@@ -68,16 +68,15 @@ def sample(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """look at a run's data: --data with the flags or --config of the run"""
+    """look whether the nodes of --hostfile, or this machine, can run a --config; with --data, at the run's data"""
     from ds_flux import checks, commands, config
 
     settings, command = config.load(argv, "ds-flux doctor", commands.DoctorCommand)
-    if not command.data:
-        raise UserError("--data is missing: it is all that this version can look at")
-    checks.check_data(settings.data)
+    if command.data:
+        checks.check_data(settings.data)
     from ds_flux import doctor as module
 
-    text, is_fine = module.report_of(settings)
+    text, is_fine = module.report_of_data(settings) if command.data else module.report_of_nodes(settings, command)
     print(text)
     return 0 if is_fine else 2
 
@@ -112,6 +111,7 @@ def main() -> int:
         print(f"ds-flux: error: unknown command {argv[0]}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
+        travel.adopt_mpi(os.environ)
         return COMMANDS[argv[0]](argv[1:])
     except UserError as error:
         return leave(error)

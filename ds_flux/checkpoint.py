@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,15 +27,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ds_flux import UserError, runtime
+from ds_flux.disks import Disk
 from ds_flux.manifest import (
     MANIFEST,
     Manifest,
-    check_contents,
     checkpoints,
     checksum,
     dealt,
-    read_manifest,
+    how_to_gather,
     step_of,
+    with_elsewhere,
     write_atomically,
 )
 from ds_flux.zero import elastic, nvme
@@ -75,8 +77,8 @@ class Saver:
     All methods are collectives.
     """
 
-    def __init__(self, output_dir: Path, total_limit: int | None, in_background: bool):
-        self.output_dir, self.total_limit, self.in_background = output_dir, total_limit, in_background
+    def __init__(self, output_dir: Path, disk: Disk, total_limit: int | None, in_background: bool):
+        self.output_dir, self.disk, self.total_limit, self.in_background = output_dir, disk, total_limit, in_background
         self.limit_now = total_limit
         self.thread = ThreadPoolExecutor(1)
         self.writing: tuple[Manifest, Future] | None = None
@@ -94,7 +96,7 @@ class Saver:
         self.limit_now = self.total_limit if deletes else None
         partial = self.partial(manifest)
         try:
-            runtime.on_main(lambda: make_anew(partial), f"making {partial.name}")
+            self.disk.on_first(lambda: make_anew(partial), f"making {partial.name}")
             files = collect(engine, partial, manifest) | (more or {})
             self.look_for_room(files)
         except (UserError, RuntimeError) as error:
@@ -111,11 +113,16 @@ class Saver:
         return self.output_dir / f"checkpoint-{manifest.step}.partial"
 
     def look_for_room(self, files: Files) -> None:
-        """Raises UserError where the disk cannot hold the files of all ranks."""
-        needed = int(runtime.all_reduce_sum(torch.tensor([float(num_bytes(files))], dtype=torch.float64))[0])
-        free = runtime.on_main(lambda: shutil.disk_usage(self.output_dir).free, "looking for room")
-        if free < needed:
-            raise UserError(f"it takes {needed / 2**30:.3g} GiB and {self.output_dir} has {free / 2**30:.3g} left")
+        """Raises UserError where a disk cannot hold the files of all its ranks."""
+        of_ranks = runtime.gathered([num_bytes(files)])
+        needed = sum(of_ranks[rank] for rank in self.disk.ranks)
+
+        def compare() -> None:
+            free = shutil.disk_usage(self.output_dir).free
+            if free < needed:
+                raise UserError(f"it takes {needed / 2**30:.3g} GiB and {self.output_dir} has {free / 2**30:.3g} left")
+
+        self.disk.on_first(compare, "looking for room")
 
     def poll(self) -> None:
         """Complete the checkpoint that is being written, if all ranks have written their files."""
@@ -134,15 +141,25 @@ class Saver:
         try:
             with runtime.together(f"writing {partial.name}"):
                 mine = future.result()
-            whole = dict(sorted(entry for of_rank in runtime.gathered([mine]) for entry in of_rank.items()))
-            runtime.on_main(lambda: publish(partial, with_files(manifest, partial, whole), self.limit_now), "naming it")
+            self.publish(manifest, partial, runtime.gathered([mine]))
             self.failure = None
         except (UserError, RuntimeError) as error:
             self.failed(manifest, str(error))
 
+    def publish(self, manifest: Manifest, partial: Path, checksums: list[dict[str, str]]) -> None:
+        """Name it on every disk that holds a part of it.
+
+        Args:
+            checksums: of the files of each rank.
+        """
+        here = dict(sorted(entry for rank in self.disk.ranks for entry in checksums[rank].items()))
+        kept = self.disk.on_first(lambda: with_files(manifest, partial, here), f"looking at {partial.name}")
+        everyone = runtime.gathered([(socket.gethostname(), kept)] if kept else [])
+        self.disk.on_first(lambda: publish(partial, with_elsewhere(kept, everyone), self.limit_now), "naming it")
+
     def failed(self, manifest: Manifest, reason: str) -> None:
         """Remove what there is of it."""
-        runtime.on_main(lambda: shutil.rmtree(self.partial(manifest), ignore_errors=True), "removing it")
+        self.disk.on_first(lambda: shutil.rmtree(self.partial(manifest), ignore_errors=True), "removing it")
         self.failure = f"checkpoint-{manifest.step} could not be written: {reason}"
         runtime.log(f"{self.failure}; training goes on, and the checkpoints before it stay")
 
@@ -204,8 +221,7 @@ def fits_memory(files: Files) -> bool:
     """Whether every node has memory for copies of all its ranks' files.  A collective."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    local_ranks = runtime.env_local_world_size()
-    return not runtime.any_rank(num_bytes(files) * local_ranks > available / 2)
+    return not runtime.any_rank(num_bytes(files) * runtime.env_local_world_size() > available / 2)
 
 
 def snapshot(value: Any) -> Any:
@@ -251,7 +267,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def publish(partial: Path, manifest: Manifest, total_limit: int | None) -> None:
-    """The steps after the ranks' files are written; on rank 0."""
+    """The steps after the ranks' files are written; on one rank for each disk."""
     final = partial.with_suffix("")
     write_atomically(partial / MANIFEST, json.dumps(asdict(manifest), indent=2, default=list))
     remove(final)  # of an earlier run that went further than the checkpoint this one resumed from
@@ -270,34 +286,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def first_whole(folders: list[Path]) -> tuple[Path, Manifest]:
-    """The first that is whole, and its manifest; says of those before it what they lack.  A collective.
-
-    Raises:
-        UserError: none is; of the last one.
-    """
-    *others, last = folders
-    for folder in others:
-        try:
-            return folder, check(folder)
-        except UserError as error:
-            runtime.log(f"{error}; looking at the one before it")
-    return last, check(last)
-
-
-def check(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files hold what was written; each rank reads a part of them.  A collective.
-
-    Raises:
-        UserError: it is not whole; on all ranks alike.
-    """
-    manifest = runtime.on_main(lambda: read_manifest(folder), "looking at the checkpoint")
-    with runtime.together("checking the checkpoint"):
-        check_contents(folder, manifest, dealt(manifest.files, runtime.rank(), runtime.world_size()))
-    return manifest
-
-
-def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
+def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest, disk: Disk) -> None:
     """Weights, optimizer and schedule out of a checked checkpoint, whatever layout it was made in.  A collective.
 
     Args:
@@ -308,12 +297,17 @@ def load(engine: DeepSpeedEngine, folder: Path, manifest: Manifest) -> None:
     """
     with runtime.together("looking into the checkpoint"):
         pickles = {name: size for name, size in sizes(folder).items() if name.endswith(".pt")}
-        for name in dealt(pickles, runtime.rank(), runtime.world_size()):
+        for name in dealt(pickles, *disk.part):
             rank_files.load(folder / name)  # DeepSpeed's reader would name neither the file nor what is wrong with it
     layout = runtime.on_main(lambda: elastic.layout_of_files(folder, manifest), "reading the checkpoint")
     here = elastic.layout_of(engine)
     # at stage 0 there is one file for all ranks
     if (layout != here and (layout.stage, here.stage) != (0, 0)) or here.optimizer_device == "nvme":
+        if manifest.elsewhere:
+            raise UserError(
+                f"cannot resume from {folder}: it was made on {layout.words}, this is {here.words}, and its files are on the "
+                f"nodes' own disks; gather it first: {how_to_gather(folder, manifest)}"
+            )
         elastic.load(engine, folder, manifest, layout)
         return
     with only_weights():

@@ -21,7 +21,13 @@ class DoctorCommand:
     """this command"""
 
     data: bool = False
-    """decode every image and read every caption, as training would"""
+    """decode every image and read every caption, as training would, and look at nothing else"""
+    hostfile: str | None = None
+    """look at every node of it, as a run would start there; default: at this machine alone"""
+    master_port: int = 29500
+    """where rank 0 will listen"""
+    ssh_port: int | None = None
+    """of the nodes; default: what ssh's settings say"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,6 +154,8 @@ def made_as(manifest: Manifest) -> Iterator[str]:
     yield f"stage {manifest.zero_stage}"
     yield "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
     yield "full" if manifest.lora is None else f"LoRA of rank {manifest.lora.get('rank')}"
+    if manifest.elsewhere:
+        yield f"the part of this node, the rest is on {', '.join(manifest.elsewhere)}"
 
 
 def date_of(folder: Path) -> str:

@@ -6,9 +6,10 @@ Imports neither torch nor DeepSpeed: `ds-flux consolidate` starts from here.
 import json
 import os
 import re
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class Manifest:
     """of data that are read as a stream: how far each lane has come"""
     files: dict[str, int] = field(default_factory=dict)
     """{file in the folder: its size in bytes}"""
+    elsewhere: dict[str, dict[str, int]] = field(default_factory=dict)
+    """{host: {file: bytes}} of what other nodes keep of it on disks of their own"""
     checksums: dict[str, str] = field(default_factory=dict)
     """{file: its CRC-32, eight hexadecimal digits}; none in checkpoints of before there were any"""
 
@@ -90,22 +93,59 @@ def find(output_dir: Path) -> Path | None:
     return next((folder for folder in candidates(output_dir, "latest") if (folder / MANIFEST).is_file()), None)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there and of their sizes.  Raises UserError otherwise."""
+def read_manifest(folder: Path, of_node: bool = False) -> Manifest:
+    """The manifest of a checkpoint whose files are all there and of their sizes.  Raises UserError otherwise.
+
+    Args:
+        of_node: what this node keeps of it on a disk of its own is enough.
+    """
     manifest = parse_manifest(folder)
+    if manifest.elsewhere and not of_node:
+        raise UserError(f"{folder} is not whole here: {how_to_gather(folder, manifest)}")
     for what in lacking(folder, manifest):
         raise UserError(f"{folder} is not whole: {what}")
     return manifest
 
 
 def parse_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, whole or not.  Raises UserError where there is none, or another thing."""
+    """The manifest of a checkpoint, whole or not; with the files of other nodes as its own where they were brought here.
+
+    Raises:
+        UserError: there is none, or it is another thing.
+    """
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not whole: {MANIFEST} is missing")
     try:
-        return Manifest(**json.loads((folder / MANIFEST).read_text()))
+        manifest = Manifest(**json.loads((folder / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder / MANIFEST} cannot be read: {error}") from None
+    others = {name: size for files in manifest.elsewhere.values() for name, size in files.items()}
+    if any((folder / name).exists() for name in others):
+        return replace(manifest, files={**others, **manifest.files}, elsewhere={})
+    return manifest
+
+
+def with_elsewhere(here: Manifest, everyone: list[tuple[str, Manifest]]) -> Manifest:
+    """The manifest of what one node keeps, with what the others do.
+
+    Args:
+        everyone: (host, manifest of what it keeps) of all nodes.
+    """
+    elsewhere: dict[str, dict[str, int]] = {}
+    checksums = dict(here.checksums)
+    for host, manifest in everyone:
+        for name, size in manifest.files.items():
+            if name not in here.files:
+                elsewhere.setdefault(host, {})[name] = size
+                checksums[name] = manifest.checksums[name]
+    return replace(here, elsewhere=elsewhere, checksums=checksums)
+
+
+def how_to_gather(folder: Path, manifest: Manifest) -> str:
+    """Which command brings the files of the other nodes here."""
+    path = folder.absolute()
+    commands = [f"rsync -a {host}:{path}/ {path}/" for host in manifest.elsewhere]
+    return f"the rest is on {', '.join(manifest.elsewhere)}; on {socket.gethostname()}: {' && '.join(commands)}"
 
 
 def lacking(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -6,7 +6,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_flux import UserError, assemble, caching, checkpoint, fingerprints, gallery, inputs, lora, models, runtime, validation
+from ds_flux import (
+    UserError,
+    assemble,
+    caching,
+    checkpoint,
+    disks,
+    fingerprints,
+    gallery,
+    inputs,
+    lora,
+    models,
+    runtime,
+    validation,
+    wholeness,
+)
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
@@ -39,6 +53,7 @@ class Run:
     skipped: SkippedSamples
     schedule: Schedule | StreamSchedule
     manifest: Manifest  # of step 0
+    disk: disks.Disk  # of checkpoints
     first_step: int
     last_step: int
     ema: Ema | None
@@ -59,7 +74,10 @@ def setup(config: Config) -> Run:
     schedule = inputs.make_schedule(config, architecture, data.source, data.shapes)
     last_step = inputs.num_steps(config, schedule)
     manifest = describe(config, architecture, ds_config, data_facts(config, schedule, data.shapes))
-    resumed = find_resume(config, manifest)
+    disk = disks.of_checkpoints(Path(config.run.output_dir), ds_config, config.zero.deepspeed_config)
+    if config.data.cache_text or config.data.cache_latents:
+        disks.check_cache(caching.cache_folder(config))
+    resumed = find_resume(config, manifest, disk)
     if isinstance(schedule, StreamSchedule) and resumed:
         schedule = schedule.behind(resumed[1].stream)
 
@@ -73,7 +91,7 @@ def setup(config: Config) -> Run:
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by, group)
     engine = engines.train_engine(transformer, ds_config, assemble.lr_schedule(config, last_step))
     if resumed:
-        checkpoint.load(engine, *resumed)
+        checkpoint.load(engine, *resumed, disk)
     return Run(
         config=config,
         engine=engine,
@@ -85,6 +103,7 @@ def setup(config: Config) -> Run:
         ),
         schedule=schedule,
         manifest=manifest,
+        disk=disk,
         first_step=engine.global_steps,
         last_step=last_step,
         ema=keep_ema(config.optim, engine, resumed),
@@ -182,7 +201,7 @@ def describe(config: Config, architecture: models.Architecture, ds_config: dict[
     )
 
 
-def find_resume(config: Config, manifest: Manifest) -> tuple[Path, Manifest] | None:
+def find_resume(config: Config, manifest: Manifest, disk: disks.Disk) -> tuple[Path, Manifest] | None:
     """The checked checkpoint to go on from and what it is, if one is asked for and there.  A collective."""
     wanted, output_dir = config.checkpoint.resume_from_checkpoint, Path(config.run.output_dir)
 
@@ -199,7 +218,7 @@ def find_resume(config: Config, manifest: Manifest) -> tuple[Path, Manifest] | N
         if wanted:
             runtime.log(f"no checkpoint in {output_dir} yet: starting anew")
         return None
-    folder, found = checkpoint.first_whole(folders)
+    folder, found = wholeness.first_whole(folders, disk)
     for note in runtime.on_main(lambda: check_fits(folder, found, manifest), "looking at the checkpoint"):
         runtime.log(note)
     return folder, found

@@ -127,7 +127,9 @@ def run_to_the_end(config: Config) -> None:
 def make_saver(run: Run) -> checkpoint.Saver:
     """What writes the run's checkpoints."""
     config = run.config.checkpoint
-    return checkpoint.Saver(Path(run.config.run.output_dir), config.checkpoints_total_limit, config.save_in_background)
+    return checkpoint.Saver(
+        Path(run.config.run.output_dir), run.disk, config.checkpoints_total_limit, config.save_in_background
+    )
 
 
 def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> bool:
@@ -223,7 +225,7 @@ def manifest_of(run: Run, step: int, batches: Batches) -> Manifest:
 
 def ema_files(run: Run) -> checkpoint.Files:
     """Of this rank."""
-    return run.ema.contents() if run.ema else {}
+    return run.ema.contents(run.disk.first == runtime.rank()) if run.ema else {}
 
 
 def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, request: Request) -> None:

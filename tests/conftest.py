@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from ds_flux.data.store import Store
+    from tests.nodes import Nodes
     from tests.pairs import Pairs
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -101,6 +103,19 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> "Pairs":
 
     transformer = dict(num_layers=2, num_single_layers=2, num_attention_heads=4)
     return pairs.write(tmp_path_factory.mktemp("pairs"), transformer, autoencoder_steps=150)
+
+
+@pytest.fixture(scope="session")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Nodes"]:
+    """Two nodes with addresses of their own on this machine."""
+    from tests.nodes import NoNodesError, two_nodes
+
+    with ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(two_nodes(tmp_path_factory.mktemp("nodes")))
+        except NoNodesError as reason:
+            pytest.skip(f"two nodes cannot be made here: {reason}")
+        yield nodes
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def make(name: str, argv: list[str], output_dir: str, step: int, last: int) -> N
     """Train to `step`, save, train on to `last`; rank 0 keeps what was saved and the figures of the steps after it."""
     run = setup(name, argv)
     steps(run, 0, step)
-    checkpoint.Saver(Path(output_dir), None, in_background=False).save(run.engine, replace(run.manifest, step=step))
+    checkpoint.Saver(Path(output_dir), run.disk, None, in_background=False).save(run.engine, replace(run.manifest, step=step))
     folder = Path(output_dir) / f"checkpoint-{step}"
     state = whole_state(run)
     figures = steps(run, step, last)
@@ -96,7 +96,7 @@ def go_on(name: str, argv: list[str], folders: list[str], path: str, last: int) 
     run, found = setup(name, [*argv, "--resume_from_checkpoint", folders[0]]), {}
     for folder in map(Path, folders):
         if found or not is_fresh:
-            checkpoint.load(run.engine, folder, manifest.read_manifest(folder))
+            checkpoint.load(run.engine, folder, manifest.read_manifest(folder), run.disk)
         kept = torch.load(folder.parent / "kept.pt")
         first, equal = run.engine.global_steps, is_equal(run, kept["state"])
         found[folder.parent.name] = {

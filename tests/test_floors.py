@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "nodes"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests", "failures", "keep"],
+    ["requests", "failures", "keep", "disks", "probe", "findings"],
     [
         "families.spelling",
         "families.spec",
@@ -24,6 +24,7 @@ FLOORS = [
         "families.stock",
         "families.tiny",
         "checks",
+        "wholeness",
     ],
     [
         "data.schedule",
@@ -68,6 +69,7 @@ FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "ti
 WALLS = {  # third-party package -> the only modules that may import it
     "deepspeed": {
         "runtime",
+        "probe",
         "zero.ds_config",
         "zero.weights",
         "zero.engines",
@@ -77,7 +79,7 @@ WALLS = {  # third-party package -> the only modules that may import it
         "zero.blocks",
         "zero.machine",
         "checkpoint",
-    },  # fmt: skip
+    },  # probe: the accelerator
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "zero.sequence_parallel", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},

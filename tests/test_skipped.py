@@ -95,4 +95,3 @@ def test_doctor_looks_at_the_data_alone(tmp_path: Path, run_main: Callable[..., 
     done = run_main("doctor", "--data", "--instance_data_dir", images, "--max_bad_fraction", 0.1)
     assert done.status == 0 and "a run would leave these out" in done.output
     one_line(run_main("doctor", "--data", "--instance_data_dir", tmp_path / "nowhere"), "no such folder")
-    one_line(run_main("doctor", "--instance_data_dir", images), "--data is missing")

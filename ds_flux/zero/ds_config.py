@@ -27,9 +27,12 @@ TOP_LEVEL_KEYS = (
     "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor "
     "sparse_gradients disable_allgather steps_per_print wall_clock_breakdown memory_breakdown dump_state aio checkpoint "
     "comms_logger flops_profiler tensorboard wandb csv_monitor comet activation_checkpointing compile nebula elasticity "
-    "autotuning data_efficiency use_node_local_storage seed tensor_parallel sequence_parallel_size zenflow log_level "
+    "autotuning data_efficiency seed tensor_parallel sequence_parallel_size zenflow log_level "
     "disable_python_gc timers"
 ).split()
+
+CHECKPOINT_KEYS = ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer")
+"""DeepSpeed ignores others"""
 
 SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("bf16",): DeepSpeedBF16Config,
@@ -166,6 +169,7 @@ def read(path: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"DeepSpeed config {path} is not JSON: {error}") from None
     check_known(config, TOP_LEVEL_KEYS, f"key in {path}")
+    check_known(config.get("checkpoint", {}), CHECKPOINT_KEYS, f"key of checkpoint in {path}")
     return copy.deepcopy(config)
 
 

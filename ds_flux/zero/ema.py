@@ -133,16 +133,29 @@ class Ema:
             average.copy_(kept)
         masters.publish()
 
-    def contents(self) -> dict[str, Any]:
-        """{file: what torch is to save in it} of this rank for a checkpoint; stage 0 has one file for all ranks."""
-        if stage_of(self.engine.config) == 0 and runtime.rank() > 0:
+    def contents(self, is_first: bool) -> dict[str, Any]:
+        """{file: what torch is to save in it} of this rank for a checkpoint; stage 0 has one file for all ranks.
+
+        Args:
+            is_first: of the ranks on its disk.
+        """
+        if stage_of(self.engine.config) == 0 and not is_first:
             return {}
         masters = masters_of(self.engine)
         shapes = [{name: tuple(shape) for name, shape in group.items()} for group in masters.shapes]
-        return {f"rank_{runtime.rank()}{files.EMA_FILE}": {"flats": self.flats, "shapes": shapes, "gaps": masters.gaps}}
+        return {self.file: {"flats": self.flats, "shapes": shapes, "gaps": masters.gaps}}
+
+    @property
+    def file(self) -> str:
+        """This rank's, or stage 0's for all."""
+        return f"rank_{runtime.rank() if stage_of(self.engine.config) else 0}{files.EMA_FILE}"
 
     def load(self, folder: Path, manifest: Manifest) -> None:
         """Out of a checkpoint, whatever layout it was made in: each rank reads its share of all ranks' files."""
+        if manifest.elsewhere:  # of nodes with disks of their own, in the layout of this run: its own file is here
+            for flat, own in zip(self.flats, files.load(folder / self.file)["flats"], strict=True):
+                flat.copy_(own)
+            return
         saved = {tensor.name: tensor for tensor in files.read_ema(folder, manifest)}
         masters, layout = masters_of(self.engine), elastic.layout_of(self.engine)
         part = runtime.rank() if layout.stage else 0

@@ -30,7 +30,7 @@ def measure(argv: list[str], path: str) -> None:
     run = setup(config.load(argv, "benchmark", commands.TrainCommand)[0])
     output_dir = Path(run.config.run.output_dir)
     batches = Batches(run.samples, run.schedule.micro_batches(0, run.last_step))
-    savers = {way: checkpoint.Saver(output_dir / way, 1, way == "background") for way in ("background", "at once")}
+    savers = {way: checkpoint.Saver(output_dir / way, run.disk, 1, way == "background") for way in ("background", "at once")}
     stalls, steps = ({way: [] for way in (*savers, "none")} for _ in range(2))
 
     def step(way: str) -> None:
