@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ds_flux import UserError, assemble, caching, inputs, runtime
+from ds_flux import UserError, assemble, caching, disks, inputs, runtime
 from ds_flux.config import Config
 
 
@@ -20,6 +20,7 @@ def precompute(config: Config) -> None:
     runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
+    disks.check_cache(caching.cache_folder(config))
     samples = inputs.look_at_data(config, architecture).samples
     conditioner = assemble.build_conditioner(config, architecture)
     caching.prepare(config, conditioner, samples)
