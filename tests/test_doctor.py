@@ -14,7 +14,7 @@ from ds_flux import findings, probe, travel
 from ds_flux.nodes import Answer, Asker
 from tests.conftest import Assets, Done
 from tests.distributed import ROOT
-from tests.nodes import PATH, Nodes
+from tests.nodes import PATH, Nodes, space
 
 
 def test_two_nodes_that_are_fit(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def failing(assets: Assets, nodes: Nodes) -> list[str]:
     listening = (
         "import socket, time; s = socket.socket(); s.bind(('', 29511)); s.listen(); print('yes', flush=True); time.sleep(99)"
     )
-    command = ["ip", "netns", "exec", "dsf-node1", sys.executable, "-c", listening]
+    command = ["ip", "netns", "exec", space("node1"), sys.executable, "-c", listening]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PATH": PATH}) as listener:
         assert listener.stdout.readline() == b"yes\n"
         flags = ["--hostfile", hostfile, "--master_port", 29511, "--output_dir", nodes.folder / "full/out"]
