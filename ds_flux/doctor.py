@@ -111,13 +111,15 @@ def report_of_nodes(config: Config, command: DoctorCommand) -> tuple[str, bool]:
     """
     path = None if command.hostfile is None else Path(command.hostfile)
     slots = {HERE: 1} if path is None else hostfile.read(path)
-    kernels = kernels_of(ds_config.read(config.zero.deepspeed_config))
+    zero = ds_config.read(config.zero.deepspeed_config)
     asker = Asker(travel.variables(os.environ, [Path.home(), Path()]), command.ssh_port)
-    found = look_at_nodes(asker, slots, kernels, config, command.master_port)
+    found = look_at_nodes(asker, slots, kernels_of(zero), config, command.master_port)
     if path is not None:
         is_ready = all(one.is_fine for one in found)
-        answer = asker.network(path, command.master_port, NETWORK_BYTES) if is_ready else Answer(None, "not tried")
-        found.append(findings.connected(", ".join(slots), answer, sum(slots.values())))
+        request = {"num_bytes": NETWORK_BYTES, "output_dir": config.run.output_dir}
+        answer = asker.network(path, command.master_port, request) if is_ready else Answer(None, "not tried")
+        is_local = len(slots) > 1 and zero.get("checkpoint", {}).get("use_node_local_storage", False)
+        found += findings.connected(", ".join(slots), answer, sum(slots.values()), config.run.output_dir, is_local)
     return findings.table(found), all(one.is_fine for one in found)
 
 

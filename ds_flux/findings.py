@@ -163,7 +163,8 @@ def words_of_accelerators(facts: Facts, slots: dict[str, int]) -> str:
         found = of_node["accelerator"]
         size = f" of {min(found['memory_gib']):.0f} GiB" if found["memory_gib"] else ""
         words.append(f"{found['num']} {'CPU cores' if found['name'] == 'cpu' else found['name']}{size}")
-    return f"{' and '.join(dict.fromkeys(words))} for {sum(slots[node] for node in facts)} slots"
+    num = sum(slots[node] for node in facts)
+    return f"{' and '.join(dict.fromkeys(words))} for {num} {'slot' if num == 1 else 'slots'}"
 
 
 def memory(facts: Facts, slots: dict[str, int]) -> list[Finding]:
@@ -252,14 +253,24 @@ def built(answers: dict[str, Answer]) -> list[Finding]:
     return each("kernels", {node: {"answer": answer} for node, answer in answers.items()}, wrong, f"{names} built")
 
 
-def connected(where: str, answer: Answer, num: int) -> Finding:
-    """What an all-reduce over all processes took."""
+def connected(where: str, answer: Answer, num: int, output_dir: str, is_local: bool) -> list[Finding]:
+    """What an all-reduce over all processes took; and whether they see the same folder, as they should.
+
+    Args:
+        is_local: the DeepSpeed JSON says use_node_local_storage.
+    """
     value = answer.value
     if value is None:
-        return Finding("all-reduce", where, False, f"{answer.error}; {advice_on_network(str(answer.error))}")
+        return [Finding("all-reduce", where, False, f"{answer.error}; {advice_on_network(str(answer.error))}")]
     is_fine = value["num"] == num
     words = f"{value['num']} processes, {value['gb_per_s']:.3g} GB/s in and out of each ({1000 * value['seconds']:.0f} ms)"
-    return Finding("all-reduce", where, is_fine, words if is_fine else f"{words}, and the hostfile has {num} slots")
+    reduced = Finding("all-reduce", where, is_fine, words if is_fine else f"{words}, and the hostfile has {num} slots")
+    shared = f"{output_dir} is {'shared by all nodes' if value['is_shared'] else 'another folder on each node'}"
+    advice = "take use_node_local_storage out of the DeepSpeed JSON" if is_local else (
+        'name one on a shared disk, or add {"checkpoint": {"use_node_local_storage": true}} to the DeepSpeed JSON'
+    )  # fmt: skip
+    is_right = value["is_shared"] != is_local
+    return [reduced, Finding("output_dir", where, is_right, shared if is_right else f"{shared}: {advice}")]
 
 
 def advice_on_network(error: str) -> str:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CONNECT_S, FACTS_S, OPS_S, NETWORK_S = 10, 35, 300, 150
+from ds_flux.travel import word_for_pdsh
+
+CONNECT_S, FACTS_S, OPS_S, NETWORK_S = 8, 35, 300, 150
 """time limits in s; of the first two together less than a minute, so that a node that is down is told of by then"""
 MARK = "ds_flux.probe: "
 OUT_OF_TIME = 124  # the exit status of coreutils' timeout
@@ -77,13 +79,13 @@ class Asker:
             return Answer(None, f"no answer in {limit_s} s")
         return answer_in(done)
 
-    def network(self, hostfile: Path, master_port: int, num_bytes: int) -> Answer:
+    def network(self, hostfile: Path, master_port: int, request: dict[str, Any]) -> Answer:
         """What an all-reduce over the processes of all nodes takes, started as a run would be."""
         if shutil.which("pdsh") is None:
             return Answer(None, "pdsh is not installed here")
         port = [] if self.ssh_port is None else ["--ssh_port", str(self.ssh_port)]
         launcher = [self.python, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--force_multi", *port]
-        module = ["--no_local_rank", "--module", "ds_flux.probe", "network", str(num_bytes)]
+        module = ["--no_local_rank", "--module", "ds_flux.probe", "network", word_for_pdsh(json.dumps(request))]
         with tempfile.NamedTemporaryFile("w", prefix="deepspeed_env") as file:
             file.write("".join(f"{name}={value}\n" for name, value in self.variables.items()))
             file.flush()

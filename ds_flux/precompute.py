@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ds_flux import UserError, assemble, caching, inputs, runtime, validation
+from ds_flux import UserError, assemble, caching, disks, inputs, runtime, validation
 from ds_flux.config import Config
 
 
@@ -20,6 +20,7 @@ def precompute(config: Config) -> None:
     runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         architecture = assemble.find_model(config)
+    disks.check_cache(caching.cache_folder(config))
     data = inputs.look_at_data(config, architecture)
     conditioner = assemble.build_conditioner(config, architecture)
     validation.prepare(config, architecture, conditioner, data.held_out)

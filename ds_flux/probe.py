@@ -2,7 +2,7 @@
 
     python -m ds_flux.probe facts '{"output_dir": "out", "models": ["/models/flux"], "master_port": 29500}'
     python -m ds_flux.probe ops '["cpu_adam"]'
-    deepspeed --hostfile H --no_local_rank --module ds_flux.probe network 16777216
+    deepspeed --hostfile H --no_local_rank --module ds_flux.probe network '{"num_bytes": 16777216, "output_dir": "out"}'
 
 A package that is missing is a fact as well: each is looked at by itself.
 """
@@ -161,13 +161,18 @@ def op(name: str) -> str | None:
     return None
 
 
-def network(num_bytes: int) -> dict[str, Any] | None:
-    """Time an all-reduce over all processes of a launch; on rank 0.  A collective."""
+def network(request: dict[str, Any]) -> dict[str, Any]:
+    """Time an all-reduce over all processes of a launch, and see whether they share a folder.  A collective.
+
+    Args:
+        request: num_bytes to reduce; output_dir.
+    """
     import torch
 
-    from ds_flux import runtime
+    from ds_flux import disks, runtime
 
     runtime.init(timeout_s=60)
+    num_bytes = request["num_bytes"]
     values = torch.ones(num_bytes // 4, device=runtime.device())
     taken_s = []
     for _ in range(NUM_WARM + NUM_TIMES):
@@ -177,11 +182,11 @@ def network(num_bytes: int) -> dict[str, Any] | None:
         values.sum().item()  # the device has done it
         taken_s.append(time.perf_counter() - began_s)
     size, seconds = runtime.world_size(), sorted(taken_s[NUM_WARM:])[NUM_TIMES // 2]
-    hosts = sorted(set(runtime.gathered([socket.gethostname()])))
+    is_shared = disks.look(Path(request["output_dir"])).is_shared
     runtime.shutdown()
     # each process sends and receives this much at least, whatever the algorithm
     moved = 2 * (size - 1) / size * num_bytes
-    return {"num": size, "hosts": hosts, "seconds": seconds, "gb_per_s": moved / seconds / 1e9}
+    return {"num": size, "seconds": seconds, "gb_per_s": moved / seconds / 1e9, "is_shared": is_shared}
 
 
 def in_one_line(error: Exception) -> str:

@@ -4,11 +4,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
 Host refused
-    HostName 10.87.213.2
+    HostName {node2}
     Port 1
 Host denied
-    HostName 10.87.213.2
+    HostName {node2}
     User nobody
 """
 NODE = """
@@ -118,7 +119,9 @@ def refused(argv: list[str], words: str) -> None:
 
 
 QUIET = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE")
-ADDRESSES = {"node1": "10.87.213.1", "node2": "10.87.213.2", "down": "10.87.213.77"}
+MINE = f"f{os.getpid():x}"  # names of network devices have 15 characters at most; other test runs have their own
+NET = f"10.{64 + os.getpid() // 250 % 64}.{os.getpid() % 250}"
+ADDRESSES = {"node1": f"{NET}.1", "node2": f"{NET}.2", "down": f"{NET}.77"}
 """nobody is at the last one"""
 
 
@@ -159,7 +162,7 @@ def write_settings(folder: Path) -> None:
     sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key")
     hosts = [f"{address} {name}" for name, address in ADDRESSES.items()]
     (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
-    (folder / "ssh_config").write_text(SSH.format(folder=folder))
+    (folder / "ssh_config").write_text(SSH.format(folder=folder, node2=ADDRESSES["node2"]))
     for name in ("node1", "node2"):
         (folder / f"sshd_{name}").write_text(SSHD.format(folder=folder, address=ADDRESSES[name]))
     (folder / "hostfile").write_text("# two small ones\nnode1 slots=2\nnode2 slots=2\n")
@@ -167,31 +170,40 @@ def write_settings(folder: Path) -> None:
 
 def make_network() -> None:
     """A bridge with the two nodes on it, and this machine."""
-    remove_network()
-    sh("ip", "link", "add", "dsf", "type", "bridge")
-    sh("ip", "addr", "add", "10.87.213.254/24", "dev", "dsf")
-    sh("ip", "link", "set", "dsf", "up")
+    sh("ip", "link", "add", MINE, "type", "bridge")
+    sh("ip", "addr", "add", f"{NET}.254/24", "dev", MINE)
+    sh("ip", "link", "set", MINE, "up")
     for name in ("node1", "node2"):
-        sh("ip", "netns", "add", f"dsf-{name}")
-        sh("ip", "link", "add", f"dsf-{name}", "type", "veth", "peer", "name", "eth0", "netns", f"dsf-{name}")
-        sh("ip", "link", "set", f"dsf-{name}", "master", "dsf", "up")
-        sh("ip", "-n", f"dsf-{name}", "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
-        for device in ("eth0", "lo"):
-            sh("ip", "-n", f"dsf-{name}", "link", "set", device, "up")
+        device = f"{MINE}-{name[-1]}"
+        sh("ip", "netns", "add", space(name))
+        sh("ip", "link", "add", device, "type", "veth", "peer", "name", "eth0", "netns", space(name))
+        sh("ip", "link", "set", device, "master", MINE, "up")
+        sh("ip", "-n", space(name), "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
+        for inside in ("eth0", "lo"):
+            sh("ip", "-n", space(name), "link", "set", inside, "up")
+
+
+def space(name: str) -> str:
+    """A node's network namespace."""
+    return f"{MINE}-{name}"
 
 
 def remove_network() -> None:
-    """What is left of one, if anything is."""
+    """And whatever still runs on the nodes, which would keep it."""
     for name in ("node1", "node2"):
-        subprocess.run(["ip", "netns", "del", f"dsf-{name}"], capture_output=True)
-    subprocess.run(["ip", "link", "del", "dsf"], capture_output=True)
+        left = subprocess.run(["ip", "netns", "pids", space(name)], capture_output=True, text=True).stdout.split()
+        for pid in map(int, left):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", space(name)], capture_output=True)
+    subprocess.run(["ip", "link", "del", MINE], capture_output=True)
 
 
 def start(folder: Path, name: str) -> subprocess.Popen:
     """A node's sshd, with mounts and a host name of its own."""
     script = NODE.format(folder=folder, name=name, sshd=shutil.which("sshd", path=PATH))
     log = (folder / f"{name}.log").open("w")
-    inside = ["ip", "netns", "exec", f"dsf-{name}", "unshare", "--mount", "--uts", "sh", "-c", script]
+    inside = ["ip", "netns", "exec", space(name), "unshare", "--mount", "--uts", "sh", "-c", script]
     return subprocess.Popen(inside, stdout=log, stderr=log)
 
 

@@ -14,7 +14,7 @@ from ds_flux import findings, probe, travel
 from ds_flux.nodes import Answer, Asker
 from tests.conftest import Assets, Done
 from tests.distributed import ROOT
-from tests.nodes import PATH, Nodes
+from tests.nodes import PATH, Nodes, space
 
 
 def test_two_nodes_that_are_fit(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
@@ -26,7 +26,13 @@ def test_two_nodes_that_are_fit(assets: Assets, nodes: Nodes, tmp_path: Path) ->
     lines = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert {line[0] for line in lines} == {"ok"}
     words = " ".join(done.stdout.split())
-    for expected in ("reachable node1, node2 by ssh", "for 4 slots", "kernels node1, node2 cpu_adam built", "4 processes, "):
+    for expected in (
+        "reachable node1, node2 by ssh",
+        "for 4 slots",
+        "kernels node1, node2 cpu_adam built",
+        "4 processes, ",
+        "is shared by all nodes",
+    ):
         assert expected in words, expected
 
 
@@ -58,7 +64,7 @@ def failing(assets: Assets, nodes: Nodes) -> list[str]:
     listening = (
         "import socket, time; s = socket.socket(); s.bind(('', 29511)); s.listen(); print('yes', flush=True); time.sleep(99)"
     )
-    command = ["ip", "netns", "exec", "dsf-node1", sys.executable, "-c", listening]
+    command = ["ip", "netns", "exec", space("node1"), sys.executable, "-c", listening]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PATH": PATH}) as listener:
         assert listener.stdout.readline() == b"yes\n"
         flags = ["--hostfile", hostfile, "--master_port", 29511, "--output_dir", nodes.folder / "full/out"]
@@ -123,6 +129,15 @@ def test_what_else_a_node_may_lack(two: findings.Facts) -> None:
     assert "g++ not found" in only_failing(changed(two, "compiler", to=None))
     assert "DeepSpeed finds none: no driver" in only_failing(changed(two, "accelerator", "error", to="no driver"))
     assert "Read-only" in only_failing(changed(two, "disk", "error", to="Read-only file system"))
+
+
+def test_a_folder_that_is_not_what_the_json_says() -> None:
+    answer = Answer({"num": 4, "seconds": 0.1, "gb_per_s": 0.25, "is_shared": False}, None)
+    assert [one.is_fine for one in findings.connected("node1, node2", answer, 4, "out", is_local=True)] == [True, True]
+    _, line = findings.connected("node1, node2", answer, 4, "out", is_local=False)
+    assert not line.is_fine and "out is another folder on each node: name one on a shared disk" in line.words
+    line, _ = findings.connected("node1, node2", answer, 5, "out", is_local=True)
+    assert not line.is_fine and "the hostfile has 5 slots" in line.words
 
 
 @pytest.mark.parametrize("ahead_s, words", [(90.0, "90 s ahead of"), (-7.0, "7 s behind"), (4.0, None)])

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "nodes"],
-    ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
-    ["requests", "failures", "keep", "disks", "probe", "findings"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel"],
+    ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming", "nodes"],
+    ["requests", "failures", "keep", "disks", "findings"],
     [
         "families.spelling",
         "families.spec",
@@ -25,6 +25,7 @@ FLOORS = [
         "families.tiny",
         "checks",
         "wholeness",
+        "probe",
     ],
     [
         "data.schedule",

@@ -97,15 +97,29 @@ def test_ranks_that_mpi_has_started() -> None:
     assert already["RANK"] == "0", "a launcher's own word wins"
 
 
+def written(words: list[str], path: Path) -> str:
+    """Flags as a recipe."""
+    path.write_text(yaml.safe_dump(dict(zip((word[2:] for word in words[::2]), words[1::2]))))
+    return str(path)
+
+
 def test_openmpi_instead_of_pdsh(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
     """Four processes on two nodes that know of one another; one of them speaks."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian's openmpi-bin)")
-    words = assets.flags(tmp_path / "out")
-    settings = dict(zip((word[2:] for word in words[::2]), words[1::2]))
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(settings))
+    recipe = written(assets.flags(tmp_path / "out"), tmp_path / "r.yaml")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = ["bash", "launch/multi_node.sh", str(nodes.hostfile), "--launcher", "openmpi"]
-    done = nodes.run([*command, str(tmp_path / "r.yaml"), "--dry_run"], **as_root)
+    done = nodes.run([*command, recipe, "--dry_run"], **as_root)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert done.stdout.count("6 optimizer steps of 16 images on 4 processes") == 1
+
+
+def test_one_node_of_two(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
+    """--include: it is that node which works, where DeepSpeed by itself takes the one it is started on."""
+    recipe = written(assets.flags(tmp_path / "out"), tmp_path / "r.yaml")
+    command = ["bash", "launch/multi_node.sh", str(nodes.hostfile), "--include", "node2:0", recipe, "--dry_run"]
+    done = nodes.run(command)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if "6 optimizer steps of 4 images on 1 processes" in line]
+    assert line.startswith("node2: ")

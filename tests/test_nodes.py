@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from ds_flux import keep
@@ -12,7 +13,7 @@ from tests.conftest import Assets
 from tests.distributed import metrics
 from tests.nodes import Nodes
 
-ODD = "it's 100% of $HOME; *"
+ODD = {"--caption_prefix": "it's 100% of $HOME; *", "--instance_prompt": "x;y"}
 
 
 def recipe(assets: Assets, output_dir: Path, folder: Path, **changes: object) -> tuple[str, str]:
@@ -32,17 +33,22 @@ def multi_node(nodes: Nodes, *words: str, **variables: str) -> str:
     return output
 
 
-def test_a_run_on_a_shared_disk(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
-    """Trains on both, with words that a shell would change; its checkpoint goes on in one process, and is consolidated."""
-    words = recipe(assets, tmp_path / "out", tmp_path)
-    output = multi_node(nodes, *words, "--caption_prefix", ODD, "--instance_prompt=x;y")
+@pytest.fixture(scope="module")
+def shared(assets: Assets, nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that launch/multi_node.sh has started."""
+    folder = tmp_path_factory.mktemp("shared")
+    output = multi_node(nodes, *recipe(assets, folder / "out", folder), *(word for pair in ODD.items() for word in pair))
     assert "on 4 processes" in output
     for node in nodes.hosts:
         assert f"{node}:" in output
-    settings = yaml.safe_load((tmp_path / "out/config.yaml").read_text())
-    assert (settings["caption_prefix"], settings["instance_prompt"]) == (ODD, "x;y")
-    assert [row["step"] for row in metrics(tmp_path / "out")] == [1, 2, 3, 4]
-    assert consolidate([str(tmp_path / "out"), str(tmp_path / "transformer")]) == 0
+    return folder / "out"
+
+
+def test_a_run_on_a_shared_disk(shared: Path) -> None:
+    """It had its words as they were, though a shell would change them, and took all of its steps."""
+    settings = yaml.safe_load((shared / "config.yaml").read_text())
+    assert {f"--{name}": settings[name] for name in ("caption_prefix", "instance_prompt")} == ODD
+    assert [row["step"] for row in metrics(shared)] == [1, 2, 3, 4]
 
 
 def ds_config(assets: Assets, stage: int) -> str:
@@ -56,9 +62,12 @@ def ds_config(assets: Assets, stage: int) -> str:
 SHORT = {"train_batch_size": 2, "max_train_steps": 4, "checkpointing_steps": 2}
 
 
-def test_runs_on_disks_of_their_own(assets: Assets, nodes: Nodes, tmp_path: Path) -> None:
-    """Refused unless asked for; then each node keeps its part, goes on from it, and the parts can be gathered."""
-    runs = {3: {"ema_decay": 0.5, "rank": 4}, 2: {}}
+def test_runs_on_disks_of_their_own(assets: Assets, nodes: Nodes, shared: Path, tmp_path: Path) -> None:
+    """Refused unless asked for; then each node keeps its part, goes on from it, and the parts can be gathered.
+
+    In the same launch, which takes long to start, the run on the shared disk is resumed.
+    """
+    runs: dict[int, dict[str, Any]] = {3: {"ema_decay": 0.5, "rank": 4}, 2: {}}
     path_of = {stage: ds_config(assets, stage) for stage in runs}
     jobs: list[Any] = [
         refusal(assets.flags(nodes.disk / "no"), f"--output_dir {nodes.disk}/no is not shared: ranks 2, 3"),
@@ -73,7 +82,10 @@ def test_runs_on_disks_of_their_own(assets: Assets, nodes: Nodes, tmp_path: Path
     halfway = nodes.disk / "straight3/checkpoint-2"
     again = {**SHORT, **runs[3], "deepspeed_config": ds_config(assets, 1), "resume_from_checkpoint": halfway}
     jobs.append(refusal(assets.flags(nodes.disk / "no", **again), "gather it first"))
+    flags = {**SHORT, **{name[2:]: value for name, value in ODD.items()}}
+    jobs.append(assets.flags(tmp_path / "shared", resume_from_checkpoint=shared / "checkpoint-2", **flags))
     nodes.run_jobs(jobs, tmp_path)
+    assert consolidated(shared, tmp_path / "a") == consolidated(tmp_path / "shared", tmp_path / "b")
     checkpoint = nodes.disk / "straight3/checkpoint-4"
     done = nodes.run(["ds-flux", "consolidate", str(checkpoint), str(tmp_path / "out")])
     said = f"{checkpoint} is not whole here: the rest is on node2; on node1: {gathering(checkpoint)}\n"
@@ -96,7 +108,11 @@ def weights(nodes: Nodes, run: Path, folder: Path) -> bytes:
     """Of a run's end, from the parts of both nodes; where not even one checksum is wrong."""
     command = f"{gathering(run / 'checkpoint-4')} && cp -r {run} {folder}"
     assert nodes.run(["sh", "-c", command]).returncode == 0
-    checkpoint, out = folder / run.name / "checkpoint-4", folder / f"{run.name}-consolidated"
-    assert keep.main(["verify", str(checkpoint)]) == 0
-    assert consolidate([str(checkpoint), str(out), "--dtype", "fp32"]) == 0
+    assert keep.main(["verify", str(folder / run.name / "checkpoint-4")]) == 0
+    return consolidated(folder / run.name, folder / f"{run.name}-consolidated")
+
+
+def consolidated(run: Path, out: Path) -> bytes:
+    """The weights of a run's end."""
+    assert consolidate([str(run / "checkpoint-4"), str(out), "--dtype", "fp32"]) == 0
     return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
