@@ -60,6 +60,8 @@ BAD_JSON: list[tuple[Any, str]] = [
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler belongs to --lr_scheduler"),
     ({"steps_per_print": "auto"}, 'nothing decides steps_per_print "auto"'),
     ("{", "is not JSON"),
+    ({"compile": {"deepcompile": True}}, "compile has no effect here: use --compile"),
+    ({"sequence_parallel_size": 2}, "use --sequence_parallel"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, "MiCS is gone from DeepSpeed"),
     ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "zero_hpz_partition_size works at stage 3 only"),
     (

@@ -34,6 +34,16 @@ TOP_LEVEL_KEYS = (
 CHECKPOINT_KEYS = ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer")
 """DeepSpeed ignores others"""
 
+NOT_READ = {  # sections that DeepSpeed knows and nothing here would act on
+    "activation_checkpointing": "use --gradient_checkpointing, --gradient_checkpointing_every and --offload_activations",
+    "compile": "use --compile; DeepSpeed's DeepCompile is not verified here",
+    "sequence_parallel_size": "use --sequence_parallel",
+    "tensor_parallel": "the models here are not cut that way",
+    "autotuning": "use ds-flux tune",
+    "data_efficiency": "it would draw other samples than the schedule",
+    "elasticity": "any checkpoint goes on on any number of processes",
+}
+
 SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("bf16",): DeepSpeedBF16Config,
     ("fp16",): DeepSpeedFP16Config,
@@ -169,6 +179,8 @@ def read(path: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"DeepSpeed config {path} is not JSON: {error}") from None
     check_known(config, TOP_LEVEL_KEYS, f"key in {path}")
+    for key in NOT_READ.keys() & config.keys():
+        raise UserError(f"{path}: {key} has no effect here: {NOT_READ[key]}; take it out")
     check_known(config.get("checkpoint", {}), CHECKPOINT_KEYS, f"key of checkpoint in {path}")
     return copy.deepcopy(config)
 

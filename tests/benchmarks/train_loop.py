@@ -32,11 +32,11 @@ def measure(clock: list[float], out: str) -> None:
     Path(f"{out}-{runtime.rank()}.json").write_text(json.dumps(figures))
 
 
-def ours(folder: str, num_steps: int, out: str) -> None:
-    """One rank of `ds-flux train`, its steps clocked from outside."""
+def ours(folder: str, num_steps: int, out: str, *more: str) -> None:
+    """One rank of `ds-flux train` with `more` flags, its steps clocked from outside."""
     from ds_flux import checkpoint, commands, config, trainer
 
-    argv = assets.flags(Path(folder), Path(f"{out}-run"), num_steps)
+    argv = [*assets.flags(Path(folder), Path(f"{out}-run"), num_steps), *more]
     settings, _ = config.load(argv, "ds-flux train", commands.TrainCommand)
     clock: list[float] = []
     step = trainer.train_step
@@ -133,6 +133,6 @@ if __name__ == "__main__":
 
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     if words[:1] == ["rank"]:
-        {"ours": ours, "bare": bare}[words[1]](words[2], int(words[3]), words[4])
+        {"ours": ours, "bare": bare}[words[1]](words[2], int(words[3]), *words[4:])
     else:
         main()
