@@ -44,6 +44,8 @@ def check_files(paths: list[str], known: set[str]) -> None:
         for name in OTHER_NAMES.keys() & settings.keys():
             ours, value = OTHER_NAMES[name]
             raise UserError(f"{name} in {path} is another name: write {ours}: {value or settings[name]}")
+        if settings.get("mixed_precision") is False:  # as YAML reads a bare `no`
+            raise UserError(f'mixed_precision in {path}: YAML takes no for false; write mixed_precision: "no"')
         check_known(settings, known, f"key in {path}")
 
 

@@ -112,6 +112,7 @@ def test_bad_deepspeed_json(assets: Assets, tmp_path: Path, run_main: RunMain, c
         ("lerning_rate: 1", "lerning_rate; the nearest known one is learning_rate"),
         ("a: [", "is not YAML"),
         ("- a", "expected `key: value` lines"),
+        ("mixed_precision: no", 'write mixed_precision: "no"'),
         ("learning_rate: fast", "--learning_rate: expected float"),
     ],
 )
