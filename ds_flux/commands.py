@@ -25,6 +25,28 @@ class DoctorCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """this command"""
+
+    num_gpus: int | None = None
+    """GPUs of each node"""
+    gpu_memory_gib: float | None = None
+    """memory of each GPU"""
+    nodes: int = 1
+    """number of nodes"""
+    host_memory_gib: float | None = None
+    """host memory of each node; default: not looked at"""
+    nvme_gib: float = 0.0
+    """disk for NVMe offload on each node"""
+    reserve_gib: float = 2.0
+    """of each GPU's memory, for its driver, NCCL and fragments: not for tensors"""
+    ds_configs: str = "ds_configs"
+    """folder of the DeepSpeed configs to look at, beside the run's own"""
+    json: bool = False
+    """as JSON, in bytes"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleCommand:
     """this command"""
 

@@ -36,6 +36,11 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def env_local_world_size() -> int:
+    """The number of processes on this node as the launcher set it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", env_world_size()))
+
+
 def init(timeout_s: int = 1800) -> None:
     """Join the process group; without a launcher, be a group of one.
 

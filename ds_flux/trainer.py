@@ -18,6 +18,7 @@ from ds_flux.data.stream import StreamSchedule
 from ds_flux.failures import Heart, explained
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
+from ds_flux.planned import Planned
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
 from ds_flux.zero import engines
@@ -103,11 +104,12 @@ def train(config: Config) -> None:
 
 def run_to_the_end(config: Config) -> None:
     """Set up, train, and say what was left out.  A collective."""
-    began_s = time.perf_counter()
+    began_s, planned = time.perf_counter(), Planned.start(config)
     run = setup(config)
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
+    planned.say()
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, active=runtime.rank() == 0)
     saver = make_saver(run)
     with Requests(output_dir) as requests, closing(writer):
@@ -116,6 +118,7 @@ def run_to_the_end(config: Config) -> None:
         except UserError:  # known to all ranks: what is being written can still be completed
             saver.finish()
             raise
+    planned.compare(*memory_peaks().values())
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
 
@@ -146,7 +149,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             num_skipped = num_skipped + 1 if figures["skipped"] else 0
             writer.write(step, figures | memory_peaks())
             is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
-            if is_due or step == run.last_step:
+            if (is_due or step == run.last_step) and not run.config.checkpoint.save_nothing:
                 saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
@@ -183,7 +186,7 @@ def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, reque
     saver.finish()
     folder = saver.output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
-    if step > run.first_step and not is_saved:
+    if step > run.first_step and not is_saved and not run.config.checkpoint.save_nothing:
         saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
     if not request.stops:
         runtime.log(f"asked by {request.reason} after step {step}")

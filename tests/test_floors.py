@@ -42,7 +42,9 @@ FLOORS = [
         "data.images",
         "data.shapes",
         "attention",
+        "activations",
         "zero.ds_config",
+        "zero.memory",
         "zero.weights",
         "zero.engines",
         "zero.files",
@@ -53,9 +55,10 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
     ["compare"],
-    ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
-    ["run", "rolling"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
+    ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
+    ["run", "rolling", "plan"],
+    ["planned"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
