@@ -15,6 +15,8 @@ COLUMNS = (
     "NVMe", "network",
 )  # fmt: skip
 
+DISK = {"checkpoint": 1, "latents_of_sample": 1000, "text_of_prompt": 1000, "caches": 1}  # how many are told of
+
 
 def report(config: Config, command: PlanCommand, config_path: str | None) -> str:
     """What `ds-flux plan` prints.  Raises UserError for flags without sense, or models without shapes."""
@@ -163,10 +165,10 @@ def disk(plan: Plan) -> dict[str, float]:
 def disk_lines(plan: Plan) -> list[str]:
     """The same in words."""
     found = disk(plan)
-    whole = f"; of all samples {found['caches'] / GIB:.3g} GiB" if "caches" in found else ""
+    checkpoint, latents, text, whole = (f"{found.get(name, 0) * number / GIB:.3g} GiB" for name, number in DISK.items())
     return [
-        f"disk: a checkpoint {found['checkpoint'] / GIB:.3g} GiB, one more while it is written; caches, for 1000 samples: "
-        f"latents {found['latents_of_sample'] * 1000 / GIB:.3g} GiB, prompts {found['text_of_prompt'] * 1000 / GIB:.3g} GiB{whole}"
+        f"disk: a checkpoint {checkpoint}, one more while it is written; caches, for 1000 samples: latents {latents}, "
+        f"prompts {text}" + (f"; of all samples {whole}" if "caches" in found else "")
     ]
 
 

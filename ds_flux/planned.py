@@ -21,15 +21,14 @@ class Planned:
     @staticmethod
     def start(config: Config) -> "Planned":
         """Plan the run on the processes that there are; whatever goes wrong with it does not end the run."""
-        start_gib = host_memory_gib()
         if runtime.env_rank():
-            return Planned(None, "", start_gib)
+            return Planned(None, "", 0.0)
         try:
             shapes = outline.draw(config)
             row = Planner(config, shapes, machine_here()).row(Setting.of(config))
-            return Planned(row, "", start_gib)
+            return Planned(row, "", host_memory_gib())
         except Exception as error:  # noqa: BLE001  (a plan is not worth a run)
-            return Planned(None, " ".join(str(error).split())[:200], start_gib)
+            return Planned(None, " ".join(str(error).split())[:200], 0.0)
 
     def say(self) -> None:
         """The line at the start."""
