@@ -111,6 +111,8 @@ def draw(config: Config) -> Outline:
         UserError: neither a model folder nor the name of a known architecture is given.
     """
     model, notes = config.model, []
+    if model.transformer_config is not None and not model.from_scratch:
+        raise UserError("--transformer_config needs --from_scratch")
     if model.pretrained_model_name_or_path is None or models.is_flavour(model):
         if not models.is_flavour(model):
             raise UserError(

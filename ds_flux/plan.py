@@ -33,6 +33,8 @@ class Machine:
     """of one node; infinite where nobody said"""
     nvme_bytes: float
     """of one node"""
+    device_is_host: bool = False
+    """no accelerators: all of it is host memory"""
 
     @property
     def num_ranks(self) -> int:
@@ -112,9 +114,12 @@ class Row:
 
     def lacks(self, machine: Machine) -> dict[str, float]:
         """{what: bytes that are missing of it}; nothing where it fits."""
+        on_device, in_host = self.device_bytes, self.host_bytes
+        if machine.device_is_host:
+            on_device, in_host = 0, on_device + in_host
         over = {
-            "GPU memory": self.device_bytes - machine.gpu_bytes,
-            "host memory of a node": self.host_bytes * machine.gpus_per_node - machine.host_bytes,
+            "GPU memory": on_device - machine.gpu_bytes,
+            "host memory of a node": in_host * machine.gpus_per_node - machine.host_bytes,
             "NVMe of a node": self.nvme_bytes * machine.gpus_per_node - machine.nvme_bytes,
         }
         return {what: num_bytes for what, num_bytes in over.items() if num_bytes > 0}
@@ -181,7 +186,9 @@ class Planner:
         return Row(
             setting=setting,
             zero_stage=zero_config.stage_of(ds_config),
-            transformer=train_memory(weights, ds_config, ranks, ema, config.optim.ema_device == "cpu"),
+            transformer=train_memory(
+                weights, ds_config, ranks, ema, config.optim.ema_device == "cpu", self.machine.device_is_host
+            ),
             text=text,
             small_bytes=weights.num_bytes * sum(self.outline.small) if encodes or not config.data.cache_text else 0,
             activations=self.measured(setting),

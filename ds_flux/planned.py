@@ -1,11 +1,14 @@
 """The plan of a run that is starting, in a line, and beside it at the end what was measured."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ds_flux import outline, runtime
 from ds_flux.config import Config
 from ds_flux.metrics import host_memory_gib
-from ds_flux.plan import GIB, Machine, Planner, Row, Setting
+from ds_flux.plan import GIB, Machine, Planner, Row, Setting, variants_in
+
+LESS = 0.85  # of what a run takes that ran out of memory
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,41 @@ class Planned:
         return row.activations.num_flops * row.setting.gradient_accumulation_steps / 1e12
 
 
-def machine_here() -> Machine:
-    """The processes that there are, without bounds."""
-    everything = float("inf")
+def machine_here(gpu_bytes: float = float("inf"), host_bytes: float = float("inf")) -> Machine:
+    """The processes that there are, with what memory they may take."""
     return Machine(
         num_nodes=max(1, runtime.env_world_size() // runtime.env_local_world_size()),
         gpus_per_node=runtime.env_local_world_size(),
-        gpu_bytes=everything,
-        host_bytes=everything,
-        nvme_bytes=everything,
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        nvme_bytes=0.0,
+        device_is_host=runtime.device().type == "cpu",
     )
+
+
+def advice(config: Config) -> str:
+    """What would take less memory, for a run that has run out of it: the plan's recommendation for much less than it takes.
+
+    Never fails: there may be no plan, and then it says what may help in general.
+    """
+    general = "lower --train_batch_size or --resolution, add --gradient_checkpointing, or take a DeepSpeed config with offload"
+    try:
+        own = Setting.of(config)
+        planner = Planner(config, outline.draw(config), machine_here())
+        row = planner.row(own)
+        gpus = planner.machine.gpus_per_node
+        host_bytes = runtime.host_memory_bytes()
+        if planner.machine.device_is_host:
+            host_bytes = min(host_bytes, LESS * gpus * (row.device_bytes + row.host_bytes))
+        planner.machine = machine_here(LESS * row.device_bytes, host_bytes)
+        plan = planner.plan(variants_in(str(Path(own.deepspeed_config).parent)))
+        better = plan.recommended or plan.nearest
+    except Exception:  # noqa: BLE001  (the error itself must be told)
+        return general
+    if better.device_bytes + better.host_bytes >= row.device_bytes + row.host_bytes:
+        return general
+    flags = " ".join(better.setting.flags(own))
+    return f"planned were {in_words(*Planned.expected(row))}; {flags} would take {in_words(*Planned.expected(better))}"
 
 
 def in_words(device_gib: float, host_gib: float) -> str:

@@ -36,6 +36,11 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def host_memory_bytes() -> int:
+    """Of this node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def env_local_world_size() -> int:
     """The number of processes on this node as the launcher set it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", env_world_size()))

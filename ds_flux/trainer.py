@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from ds_flux.data.stream import StreamSchedule
 from ds_flux.failures import Heart, explained
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
-from ds_flux.planned import Planned
+from ds_flux.planned import Planned, advice
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
 from ds_flux.zero import engines
@@ -97,7 +98,7 @@ def train(config: Config) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise explained(error, heart, config.run.timeout_s) from error
+        raise explained(error, heart, config.run.timeout_s, partial(advice, config)) from error
     finally:
         heart.stop()
 

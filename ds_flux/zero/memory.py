@@ -4,7 +4,7 @@ N ranks, w bytes for a weight as it is computed with (bf16: 2, fp32: 4), P all w
 has 8 bytes of moments for each weight that trains.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ds_flux.zero.ds_config import ModelSize, optimizer_device, stage_of
 
 MOMENTS_BYTES, MASTER_BYTES = 8, 4
+MODULE_BYTES = 65_000  # host memory of the hooks that stage 3 puts on a module (measured)
 ALL_REDUCE_NUMEL = 500_000_000  # stage 0: gradients that are copied together (DeepSpeed's constant)
 
 
@@ -24,12 +25,13 @@ class Weights:
     num_bytes: int
     """of a weight as it is computed with"""
     size: ModelSize
+    num_modules: int
 
     @staticmethod
     def of(module: nn.Module, num_bytes: int, size: ModelSize | None = None) -> "Weights":
         """Count a module, on whatever device (also meta).  `size`: of the model that "auto" is computed from."""
         trains = {flag: tuple(p.numel() for p in module.parameters() if p.requires_grad == flag) for flag in (True, False)}
-        return Weights(trains[True], trains[False], num_bytes, size or ModelSize.of(module))
+        return Weights(trains[True], trains[False], num_bytes, size or ModelSize.of(module), len(list(module.modules())))
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -73,15 +75,23 @@ class Memory:
 
 
 def train_memory(
-    weights: Weights, ds_config: dict[str, Any], num_ranks: int, keeps_ema: bool = False, ema_on_cpu: bool = False
+    weights: Weights,
+    ds_config: dict[str, Any],
+    num_ranks: int,
+    keeps_ema: bool = False,
+    ema_on_cpu: bool = False,
+    is_gloo: bool = False,
 ) -> Memory:
     """Of an engine that trains.
 
     Args:
         ds_config: final, as `ds_config.train_config` returns it.
+        is_gloo: communication copies what it gathers; at stages 1 and 2, whatever `allgather_bucket_size` says, all weights.
     """
     stage = stage_of(ds_config)
     memory = {0: replicated, 1: flattened, 2: flattened, 3: partitioned}[stage](weights, ds_config, num_ranks)
+    if is_gloo and stage in (1, 2) and num_ranks > 1:
+        memory = replace(memory, step=max(memory.step, weights.num_bytes * sum(weights.trainable)))
     if not keeps_ema:
         return memory
     own = MASTER_BYTES * (sum(weights.trainable) if stage == 0 else share(weights.trainable, shard_ranks(ds_config, num_ranks)))
@@ -127,11 +137,12 @@ def flattened(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> Me
     """
     zero, w = ds_config["zero_optimization"], weights.num_bytes
     trainable = sum(weights.trainable)
-    mine = -(-trainable // num_ranks)
+    mine = 2 * -(-trainable // (2 * num_ranks))  # partitions begin at even elements
     bucket = zero.get("reduce_bucket_size", ALL_REDUCE_NUMEL)
     num_buckets = 2 + bool(zero.get("overlap_comm"))
     accumulates = ds_config["gradient_accumulation_steps"] > 1
-    memory = Memory(weights=w * sum(weights.every), buckets=w * bucket * num_buckets)
+    whole_weights = w * (sum(weights.frozen) + mine * num_ranks)
+    memory = Memory(weights=whole_weights, buckets=w * min(bucket, trainable) * num_buckets)
     if optimizer_device(ds_config) != "none":
         largest = max(weights.trainable)
         is_pinned = bool(zero["offload_optimizer"].get("pin_memory"))
@@ -147,7 +158,7 @@ def flattened(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> Me
 def partitioned(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> Memory:
     """Stage 3: each tensor partitioned; optimizer steps by groups of them.
 
-    In fp32 the optimizer works on the partitions themselves, unless it is offloaded.
+    In fp32 as well the optimizer has a copy: DeepSpeed means to do without, and compares a device with its name.
     """
     zero, w, num_ranks = ds_config["zero_optimization"], weights.num_bytes, shard_ranks(ds_config, num_ranks)
     mine = share(weights.trainable, num_ranks)
@@ -157,8 +168,7 @@ def partitioned(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> 
     memory = weights_at_stage_3(weights, zero, num_ranks) + Memory(buckets=2 * bucket)
     device = optimizer_device(ds_config)
     if device == "none":
-        has_copy = w < MASTER_BYTES or "offload_param" in zero
-        optimizer = mine * (MOMENTS_BYTES + (MASTER_BYTES if has_copy else 0))
+        optimizer = mine * (MASTER_BYTES + MOMENTS_BYTES)
         step = group * (w + (MASTER_BYTES if w < MASTER_BYTES else 0))
         return memory + Memory(gradients=w * mine, optimizer=optimizer, step=step)
     is_pinned = bool(zero["offload_optimizer"].get("pin_memory"))
@@ -177,7 +187,7 @@ def weights_at_stage_3(weights: Weights, zero: dict[str, Any], num_ranks: int) -
     partition = w * share(weights.every, num_ranks)
     second = zero.get("zero_hpz_partition_size", 1)
     memory = Memory(weights=whole + (w * share(weights.every, second) if second > 1 else 0))
-    memory += Memory(gathered=w * live_numel(weights, zero))
+    memory += Memory(gathered=w * live_numel(weights, zero), pageable=MODULE_BYTES * weights.num_modules)
     offload = zero.get("offload_param") or {}
     if offload.get("device", "none") == "none":
         return memory + Memory(weights=partition)
@@ -189,11 +199,11 @@ def weights_at_stage_3(weights: Weights, zero: dict[str, Any], num_ranks: int) -
 
 
 def live_numel(weights: Weights, zero: dict[str, Any]) -> int:
-    """Elements that are whole at once: a block's, the next ones that are prefetched, and the largest tensor of the model."""
+    """Elements that are whole at once: a block's and what is prefetched, which is copied out of the buffer it arrives in."""
     block, largest = weights.size.num_block_params, max(weights.every)
     ahead = zero.get("stage3_prefetch_bucket_size", 50_000_000)
     live = min(zero.get("stage3_max_live_parameters", 10**9), block + ahead)
-    return min(sum(weights.every), max(live, largest))
+    return min(sum(weights.every), max(live, largest)) + min(sum(weights.every), ahead)
 
 
 def host(num_bytes: int, is_pinned: bool) -> Memory:

@@ -73,7 +73,7 @@ def planned_gib(flags: list[str]) -> float:
 
     settings, _ = config.load(flags, "benchmark", commands.TrainCommand)
     much = float("inf")
-    machine = Machine(num_nodes=1, gpus_per_node=2, gpu_bytes=much, host_bytes=much, nvme_bytes=much)
+    machine = Machine(num_nodes=1, gpus_per_node=2, gpu_bytes=much, host_bytes=much, nvme_bytes=much, device_is_host=True)
     row = Planner(settings, outline.draw(settings), machine).row(Setting.of(settings))
     return (row.device_bytes + row.host_bytes) / GIB
 
