@@ -38,6 +38,18 @@ def plan(argv: list[str]) -> int:
     return 0
 
 
+def tune(argv: list[str]) -> int:
+    """search by measuring for the DeepSpeed config and the batch that make a run fast"""
+    from ds_flux import checks, commands, config
+
+    settings, command = config.load(argv, "ds-flux tune", commands.TuneCommand)
+    checks.check(settings)
+    from ds_flux import tune as module
+
+    print(module.tune(settings, command))
+    return 0
+
+
 def consolidate(argv: list[str]) -> int:
     """turn a checkpoint into safetensors that diffusers and others load"""
     from ds_flux import consolidate as module
@@ -100,7 +112,9 @@ def demo(argv: list[str]) -> int:
     return module.main(argv)
 
 
-COMMANDS = {command.__name__: command for command in (train, plan, precompute, checkpoint, consolidate, sample, doctor, demo)}
+COMMANDS = {
+    command.__name__: command for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, doctor, demo)
+}
 
 
 def usage() -> str:

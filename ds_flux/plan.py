@@ -126,7 +126,9 @@ class Row:
 
     def cost(self) -> tuple[float, ...]:
         """Smaller is faster, as far as one can know: what goes through a disk, the host, the network; then what is computed."""
-        return (self.nvme_bytes, self.transformer.host > 0, self.activations.num_flops, self.sent_bytes, self.device_bytes)
+        flops = self.activations.num_flops * self.setting.gradient_accumulation_steps
+        is_offloaded = self.transformer.optimizer == 0
+        return (self.nvme_bytes, is_offloaded, flops, self.sent_bytes, self.host_bytes, self.device_bytes)
 
 
 @dataclass(frozen=True)

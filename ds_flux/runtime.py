@@ -207,6 +207,11 @@ def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
     return result
 
 
+def has_accelerator() -> bool:
+    """Whether processes compute on something else than the CPU."""
+    return get_accelerator().device_name() != "cpu"
+
+
 def peak_device_memory_gib() -> float:
     """Most memory allocated on this process's device so far; 0 where the device is the CPU itself."""
     return 0.0 if device().type == "cpu" else get_accelerator().max_memory_allocated() / 2**30

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands"],
+    ["flags", "commands", "halving"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming"],
     ["requests", "failures", "keep"],
     [
@@ -57,8 +57,8 @@ FLOORS = [
     ["compare"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
     ["run", "rolling", "plan"],
-    ["planned"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report"],
+    ["planned", "trials"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
@@ -69,6 +69,7 @@ WALLS = {  # third-party package -> the only modules that may import it
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
+    "matplotlib": {"tune"},
 }
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
