@@ -29,6 +29,10 @@ setup(
         "sentencepiece>=0.2",  # T5's released tokenizer
         "protobuf>=5",
     ],
-    extras_require={"demo": ["scikit-learn>=1.5"], "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "ruff"]},
+    extras_require={
+        "plot": ["matplotlib>=3.9"],
+        "demo": ["scikit-learn>=1.5"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "ruff"],
+    },
     entry_points={"console_scripts": ["ds-flux = ds_flux.__main__:run"]},
 )

@@ -27,6 +27,29 @@ def train(argv: list[str]) -> int:
     return 0
 
 
+def plan(argv: list[str]) -> int:
+    """what a run would take, in memory, network and disk, under every DeepSpeed config; no GPU, no weights"""
+    from ds_flux import commands, config, flags
+
+    settings, command = config.load(argv, "ds-flux plan", commands.PlanCommand)
+    from ds_flux import plan_report
+
+    print(plan_report.report(settings, command, next(iter(flags.values_of(argv, "--config")), None)))
+    return 0
+
+
+def tune(argv: list[str]) -> int:
+    """search by measuring for the DeepSpeed config and the batch that make a run fast"""
+    from ds_flux import checks, commands, config
+
+    settings, command = config.load(argv, "ds-flux tune", commands.TuneCommand)
+    checks.check(settings)
+    from ds_flux import tune as module
+
+    print(module.tune(settings, command))
+    return 0
+
+
 def consolidate(argv: list[str]) -> int:
     """turn a checkpoint into safetensors that diffusers and others load"""
     from ds_flux import consolidate as module
@@ -88,7 +111,9 @@ def demo(argv: list[str]) -> int:
     return module.main(argv)
 
 
-COMMANDS = {command.__name__: command for command in (train, precompute, checkpoint, consolidate, sample, doctor, demo)}
+COMMANDS = {
+    command.__name__: command for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, doctor, demo)
+}
 
 
 def usage() -> str:

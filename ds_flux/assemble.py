@@ -68,10 +68,16 @@ def transformer_ds_config(config: Config, size: zero_config.ModelSize) -> dict[s
     return zero_config.train_config(config.zero.deepspeed_config, config.optim, config.train, bf16, ranks(), size)
 
 
-def frozen_ds_config(config: Config, size: zero_config.ModelSize) -> dict[str, Any]:
-    """The final DeepSpeed config of a frozen engine over a model of this size."""
+def frozen_ds_config(config: Config, size: zero_config.ModelSize, planned: zero_config.Ranks | None = None) -> dict[str, Any]:
+    """The final DeepSpeed config of a frozen engine over a model of this size.
+
+    Args:
+        planned: processes other than those that there are.
+    """
     bf16 = config.model.mixed_precision == "bf16"
-    return zero_config.inference_config(config.zero.text_encoder_deepspeed_config, bf16, size, ranks(), config.model.offload)
+    return zero_config.inference_config(
+        config.zero.text_encoder_deepspeed_config, bf16, size, planned or ranks(), config.model.offload
+    )
 
 
 def build_conditioner(config: Config, architecture: models.Architecture) -> Conditioner:

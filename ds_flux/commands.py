@@ -31,6 +31,54 @@ class DoctorCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """this command"""
+
+    num_gpus: int | None = None
+    """GPUs of each node"""
+    gpu_memory_gib: float | None = None
+    """memory of each GPU"""
+    nodes: int = 1
+    """number of nodes"""
+    host_memory_gib: float | None = None
+    """host memory of each node; default: not looked at"""
+    nvme_gib: float = 0.0
+    """disk for NVMe offload on each node"""
+    reserve_gib: float = 2.0
+    """of each GPU's memory, for its driver, NCCL and fragments: not for tensors"""
+    ds_configs: str = "ds_configs"
+    """folder of the DeepSpeed configs to look at, beside the run's own"""
+    json: bool = False
+    """as JSON, in bytes"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneCommand:
+    """this command"""
+
+    num_gpus: int | None = None
+    """processes on each node"""
+    nodes: int = 1
+    """number of nodes"""
+    hostfile: str | None = None
+    """DeepSpeed's hostfile, for several nodes"""
+    memory_gib: float | None = None
+    """what a process may take, on its accelerator or, without one, in host memory; a trial that takes more does not count"""
+    ds_configs: str = "ds_configs"
+    """folder of the DeepSpeed configs to try"""
+    trials: int = 14
+    """trials of the search at most"""
+    refinements: int = 4
+    """further trials at most, of the best with other sizes of buckets"""
+    steps: int = 4
+    """optimizer steps of the first trials; later ones take twice as many, and so on"""
+    trial_limit_s: int = 1200
+    """a trial that is not done by then is ended, and counts as one that does not work"""
+    folder: str | None = None
+    """where trials and results are; a second start goes on there.  Default: tune in the run's folder"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleCommand:
     """this command"""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -68,13 +69,16 @@ def connected() -> TCPStore:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
 
 
-def explained(error: Exception, heart: Heart, timeout_s: int) -> Exception:
-    """What the user can be told of an error that came to this rank; the error itself where there is nothing to add."""
+def explained(error: Exception, heart: Heart, timeout_s: int, advice: Callable[[], str]) -> Exception:
+    """What the user can be told of an error that came to this rank; the error itself where there is nothing to add.
+
+    Args:
+        advice: what to do where memory was too small.
+    """
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in text for words in NO_MEMORY):
         return LoneError(
-            f"rank {runtime.rank()} ran out of memory ({text[:200]}): lower --train_batch_size or --resolution, add "
-            "--gradient_checkpointing, or take a DeepSpeed config with offload"
+            f"rank {runtime.rank()} ran out of memory ({text[:200]}): {advice()}; `ds-flux plan` shows what others take"
         )
     if isinstance(error, RuntimeError) and any(words in text for words in NO_ANSWER):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the launcher, which gives us half a minute: enough to say this

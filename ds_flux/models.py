@@ -98,19 +98,32 @@ def find_architecture(config: ModelConfig) -> Architecture:
     Raises:
         UserError: a class that no family has, or a transformer that does not fit its text encoders.
     """
-    if config.from_scratch and config.transformer_config in FLAVOURS:
-        family, folder = FLAVOURS[config.transformer_config], None
-        stored = family.flavours[config.transformer_config]
+    if is_flavour(config):
+        architecture = flavour(str(config.transformer_config))
     else:
         path = transformer_config_path(config)
         stored = read_config(path)
         family = find_family(config, str(stored.get("_class_name")), path)
-        folder = None if config.from_scratch else path.parent
+        architecture = Architecture(family, with_defaults(family, stored), None if config.from_scratch else path.parent)
+    check_widths(config, architecture.family, architecture.config)
+    return architecture
+
+
+def is_flavour(config: ModelConfig) -> bool:
+    """Whether the transformer is one of the known architectures, from scratch."""
+    return config.from_scratch and config.transformer_config in FLAVOURS
+
+
+def flavour(name: str) -> Architecture:
+    """A known architecture, from scratch."""
+    return Architecture(FLAVOURS[name], with_defaults(FLAVOURS[name], FLAVOURS[name].flavours[name]), None)
+
+
+def with_defaults(family: FluxFamily, stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored transformer config, complete."""
     parameters = inspect.signature(family.transformer_class.__init__).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    complete = {**defaults, **{key: value for key, value in stored.items() if not key.startswith("_")}}
-    check_widths(config, family, complete)
-    return Architecture(family, complete, folder)
+    return {**defaults, **{key: value for key, value in stored.items() if not key.startswith("_")}}
 
 
 def transformer_config_path(config: ModelConfig) -> Path:
@@ -238,9 +251,14 @@ def read_text_config(folder: Path) -> Any:
 def text_encoder_on_meta(spec: TextEncoderSpec, folder: Path) -> Any:
     """A text encoder without memory for its weights; of a language model only what the features need."""
     config = read_text_config(folder)
+    if spec.layers and config.num_hidden_layers < spec.layers[-1]:
+        raise UserError(f"{folder} has {config.num_hidden_layers} layers; features come from up to {spec.layers[-1]}")
+    return encoder_on_meta(spec, config)
+
+
+def encoder_on_meta(spec: TextEncoderSpec, config: Any) -> Any:
+    """A text encoder of this config, without memory for its weights."""
     if spec.layers:
-        if config.num_hidden_layers < spec.layers[-1]:
-            raise UserError(f"{folder} has {config.num_hidden_layers} layers; features come from up to {spec.layers[-1]}")
         config.num_hidden_layers = spec.layers[-1]
     with torch.device("meta"):
         encoder = spec.model_class(config)
@@ -284,8 +302,8 @@ def build_tokenizers(family: FluxFamily, config: ModelConfig) -> dict[str, Any]:
 
 def build_autoencoder(family: FluxFamily, config: ModelConfig) -> Any:
     """The frozen autoencoder, whole on every rank."""
-    folder = component_folder(config, "vae")
-    autoencoder = family.autoencoder_class.from_pretrained(folder, variant=config.variant, torch_dtype=weight_dtype(config))
+    vae, dtype = component_folder(config, "vae"), weight_dtype(config)
+    autoencoder = family.autoencoder_class.from_pretrained(vae, variant=config.variant, torch_dtype=dtype)
     return autoencoder.to(runtime.device()).requires_grad_(False).eval()
 
 

@@ -36,6 +36,11 @@ def env_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def host_memory_bytes() -> int:
+    """Of this node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def env_local_world_size() -> int:
     """The number of processes on this node as the launcher set it: DeepSpeed's, or torch's."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or env_world_size())
@@ -200,6 +205,11 @@ def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
             if (os.environ["LOCAL_RANK"] == "0") == turn_of_first:
                 result = function()
     return result
+
+
+def has_accelerator() -> bool:
+    """Whether processes compute on something else than the CPU."""
+    return get_accelerator().device_name() != "cpu"
 
 
 def peak_device_memory_gib() -> float:

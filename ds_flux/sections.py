@@ -253,6 +253,8 @@ class CheckpointConfig:
     """keep only this many, the newest; default: all"""
     save_in_background: bool = True
     """copy each rank's part to host memory and write it while training goes on, where there is memory for it"""
+    save_nothing: bool = False
+    """write no checkpoint, not even at the end: to measure speed and memory"""
     resume_from_checkpoint: str | None = None
     """latest, or the path of a checkpoint folder; default: start anew"""
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from ds_flux.failures import Heart, explained
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.mlperf import MlperfLog
+from ds_flux.planned import Planned, advice
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
 from ds_flux.zero import engines
@@ -98,18 +100,19 @@ def train(config: Config) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise explained(error, heart, config.run.timeout_s) from error
+        raise explained(error, heart, config.run.timeout_s, partial(advice, config)) from error
     finally:
         heart.stop()
 
 
 def run_to_the_end(config: Config) -> None:
     """Set up, train, and say what was left out.  A collective."""
-    began_s = time.perf_counter()
+    began_s, planned = time.perf_counter(), Planned.start(config)
     run = setup(config)
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir), "writing the settings")
     announce(run, time.perf_counter() - began_s)
+    planned.say()
     mlperf = MlperfLog(config.validation.mlperf_log if runtime.rank() == 0 else None, run.schedule.global_batch_size)
     writer = MetricsWriter(output_dir, run.first_step, run.last_step, runtime.rank() == 0, mlperf)
     saver = make_saver(run)
@@ -120,6 +123,7 @@ def run_to_the_end(config: Config) -> None:
         except UserError:  # known to all ranks: what is being written can still be completed
             saver.finish()
             raise
+    planned.compare(*memory_peaks().values())
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
 
@@ -157,7 +161,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
                 is_reached = reaches_target(run, figures)
             writer.write(step, figures | memory_peaks())
             is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
-            if is_due or step == run.last_step or is_reached:
+            if (is_due or step == run.last_step or is_reached) and not run.config.checkpoint.save_nothing:
                 saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
             if num_skipped == run.config.train.max_skipped_steps:
                 raise UserError(
@@ -233,7 +237,7 @@ def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, reque
     saver.finish()
     folder = saver.output_dir / f"checkpoint-{step}"
     is_saved = runtime.on_main((folder / MANIFEST).exists, "looking for the checkpoint")
-    if step > run.first_step and not is_saved:
+    if step > run.first_step and not is_saved and not run.config.checkpoint.save_nothing:
         saver.save(run.engine, manifest_of(run, step, batches), ema_files(run))
     if not request.stops:
         runtime.log(f"asked by {request.reason} after step {step}")

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf", "hostfile", "travel"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming", "nodes"],
     ["requests", "failures", "keep", "disks", "findings"],
     [
@@ -44,10 +44,12 @@ FLOORS = [
         "data.images",
         "data.shapes",
         "attention",
+        "activations",
         "zero.ds_config",
         "zero.sequence_parallel",
         "zero.blocks",
         "zero.machine",
+        "zero.memory",
         "zero.weights",
         "zero.engines",
         "zero.files",
@@ -59,11 +61,12 @@ FLOORS = [
     ],
     ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
     ["compare", "fingerprints"],
-    ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate"],
+    ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
     ["validation", "sampling"],
     ["gallery"],
-    ["run", "rolling"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo"],
+    ["run", "rolling", "plan"],
+    ["planned", "trials"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
@@ -86,6 +89,7 @@ WALLS = {  # third-party package -> the only modules that may import it
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
+    "matplotlib": {"tune"},
 }
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}

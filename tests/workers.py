@@ -224,3 +224,55 @@ def fails_alone(argv: list[str], kind: str) -> None:
         Objective.loss = failing
     sys.argv = ["ds-flux", "train", *argv]
     command_line.run()
+
+
+def engines_take_what_is_planned(jobs: list[list[str]]) -> None:
+    """Bytes of a real engine's own tensors after a step, against the plan's; every rank looks at its own."""
+    from ds_flux import commands, config, outline
+    from ds_flux.plan import Planner, Setting
+    from ds_flux.planned import machine_here
+    from ds_flux.run import setup
+    from ds_flux.zero.memory import MODULE_BYTES
+
+    for argv in jobs:
+        settings = config.load(argv, "test", commands.TrainCommand)[0]
+        planned = Planner(settings, outline.draw(settings), machine_here()).row(Setting.of(settings)).transformer
+        engine = setup(settings).engine
+        hooks = MODULE_BYTES * len(list(engine.module.modules())) if engine.zero_optimization_stage() == 3 else 0
+        dtype = next(engine.module.parameters()).dtype
+        velocity = engine(**fixed_inputs(dtype), return_dict=False)[0]
+        engine.backward(velocity.float().square().mean())
+        engine.step()
+        found = tensors_of(engine)
+        if "offload_optimizer" in engine.config["zero_optimization"]:
+            expected = {"weights": planned.weights, "host": planned.host - hooks}
+        else:
+            expected = {"weights": planned.weights, "optimizer": planned.optimizer}
+            expected |= {"gradients": planned.gradients} if engine.zero_optimization_stage() == 3 else {}
+        assert {name: found[name] for name in expected} == expected, (found, planned, settings.zero, settings.lora)
+        engine.destroy()
+
+
+def tensors_of(engine: Any) -> dict[str, int]:
+    """Bytes of the tensors that an engine keeps on this rank."""
+    optimizer, moments = engine.optimizer, 0
+    for state in optimizer.optimizer.state.values():
+        moments += sum(value.nbytes for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+    parameters = list(engine.module.parameters())
+    if engine.zero_optimization_stage() < 3:
+        masters, flats = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat
+        frozen = sum(parameter.nbytes for parameter in parameters if not parameter.requires_grad)
+        found = {"weights": sum(flat.nbytes for flat in flats) + frozen, "gradients": 0}
+        if optimizer.cpu_offload:
+            copies = [*optimizer.param_buffer_of_bit16_for_cpu_offload_groups, optimizer.temp_grad_buffer_for_cpu_offload]
+            found["host"] = sum(tensor.nbytes for tensor in (*masters, *(m.grad for m in masters), *copies)) + moments
+    else:
+        masters, gradients = optimizer.fp32_partitioned_groups_flat, optimizer.grad_partitions_flat_buffer.nbytes
+        whole = sum(parameter.nbytes for parameter in parameters)
+        partitions = sum(parameter.ds_tensor.nbytes for parameter in parameters)
+        in_host = partitions if optimizer.offload_param else 0
+        found = {"weights": whole + partitions - in_host, "gradients": gradients}
+        if optimizer.offload_optimizer:
+            found["host"] = in_host + gradients + sum(2 * master.nbytes for master in masters) + moments
+    owned = {tensor.data_ptr() for tensor in masters} - {p.ds_tensor.data_ptr() for p in parameters if hasattr(p, "ds_tensor")}
+    return {**found, "optimizer": sum(m.nbytes for m in masters if m.data_ptr() in owned) + moments}

@@ -102,6 +102,17 @@ DEBUG = dict(
     num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, in_channels=64,
     joint_attention_dim=4096, pooled_projection_dim=768, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
 )  # fmt: skip
+CLIP_L = dict(
+    hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, projection_dim=768,
+)  # fmt: skip
+T5_XXL = dict(
+    d_model=4096, d_ff=10240, d_kv=64, num_heads=64, num_layers=24, vocab_size=32128, feed_forward_proj="gated-gelu",
+)  # fmt: skip
+AUTOENCODER = dict(
+    block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, latent_channels=16, use_quant_conv=False,
+    use_post_quant_conv=False,
+)  # fmt: skip
 
 FLUX1 = FluxFamily(
     name="flux1",
@@ -117,6 +128,7 @@ FLUX1 = FluxFamily(
             argument="pooled_projections",
             width_key="pooled_projection_dim",
             is_large=False,
+            released={768: CLIP_L},
         ),
         TextEncoderSpec(
             component="text_encoder_2",
@@ -124,6 +136,7 @@ FLUX1 = FluxFamily(
             architecture="T5EncoderModel",
             model_class=T5EncoderModel,
             tokenizer_class=T5TokenizerFast,
+            released={4096: T5_XXL},
         ),
     ),
     positions=Positions(num_axes=3, reference_stride=1),
@@ -147,6 +160,7 @@ FLUX1 = FluxFamily(
         "dev": {**RELEASED, "guidance_embeds": True},
         "schnell": {**RELEASED, "guidance_embeds": False},
     },
+    released_autoencoder=AUTOENCODER,
     text_length=text_length,
     latent_statistics=latent_statistics,
     count_tokens=count_tokens,

@@ -108,6 +108,13 @@ DEV = dict(
 )  # fmt: skip
 KLEIN = {**DEV, "guidance_embeds": False}
 MISTRAL_LAYERS, QWEN_LAYERS = (10, 20, 30), (9, 18, 27)
+MISTRAL_24B = dict(
+    hidden_size=5120, intermediate_size=32768, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=131072,
+)  # fmt: skip
+QWEN3 = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+QWEN3_4B = {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728}
+QWEN3_8B = {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288}
 
 FLUX2 = FluxFamily(
     name="flux2",
@@ -121,6 +128,7 @@ FLUX2 = FluxFamily(
             model_class=MistralModel,
             tokenizer_class=AutoTokenizer,
             layers=MISTRAL_LAYERS,
+            released={5120: MISTRAL_24B},
         ),
     ),
     positions=Positions(num_axes=4, reference_stride=10),
@@ -155,6 +163,7 @@ FLUX2_KLEIN = replace(
             architecture="Qwen3ForCausalLM",
             model_class=Qwen3Model,
             layers=QWEN_LAYERS,
+            released={2560: QWEN3_4B, 4096: QWEN3_8B},
         ),
     ),
     flavours={

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3VLTextModel
 
 from ds_flux.families.decoder import render, stacked_states, tokenize
-from ds_flux.families.flux2 import count_tokens, latent_statistics
+from ds_flux.families.flux2 import QWEN3_4B, count_tokens, latent_statistics
 from ds_flux.families.spec import FluxFamily, SampleRequest, TextEncoderSpec
 from ds_flux.latents import Positions
 
@@ -103,6 +103,7 @@ FLUX3 = FluxFamily(
             model_class=Qwen3VLTextModel,
             tokenizer_class=AutoTokenizer,
             layers=LAYERS,
+            released={2560: QWEN3_4B},
         ),
     ),
     positions=Positions(num_axes=4, scale=0.5, reference_axis=3, reference_stride=-1),

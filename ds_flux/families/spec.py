@@ -1,7 +1,7 @@
 """What differs between FLUX families, and nothing else."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class TextEncoderSpec:
     """the entry of the transformer's config that the width of the features must equal"""
     is_large: bool = True
     """whether it is worth a ZeRO-3 engine of its own"""
+    released: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """{width: its config's shapes} of the released encoders, to plan with where there is no folder"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class FluxFamily:
     """diffusers mixin that reads LoRA files in every spelling known for the family"""
     flavours: dict[str, dict[str, Any]]
     """transformer configs for pre-training, by name"""
+    released_autoencoder: dict[str, Any] = field(default_factory=dict)
+    """shapes of the released autoencoder beside its class's defaults, to plan with where there is no folder"""
     scheduler_config: dict[str, Any] | None = None
     """of the sampling schedule, where the model folder has none; None: it must have one"""
     text_length: Callable[[dict[str, Any]], int]
