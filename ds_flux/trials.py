@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -19,6 +20,7 @@ from ds_flux.manifest import write_atomically
 from ds_flux.plan import Machine, Setting
 from ds_flux.runtime import free_port
 
+ERROR = re.compile(r"\b\w+(Error|Exception): ")  # the last line of a traceback
 TAIL = 300  # characters of what a failed trial said
 
 
@@ -139,7 +141,8 @@ class Trials:
             end(process)
         if process.returncode == 0:
             return "ok", said
-        errors = [line for line in said.splitlines() if "ds-flux: error:" in line] or [said]
+        lines = said.splitlines()
+        errors = [one for one in lines if "ds-flux: error:" in one] or [one for one in lines if ERROR.search(one)] or [said]
         return "out of memory" if "ran out of memory" in said else "failed", errors[0]
 
     def write_table(self) -> Path:

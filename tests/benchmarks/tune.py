@@ -87,9 +87,8 @@ def main() -> None:
     best = max(within, key=speeds.__getitem__)
     print(f"bound {bound:.3f} GiB; {len(within)} of {len(grid)} settings keep it")
     print(f"best of the grid {best}: {speeds[best]:.2f} images/s; found {found}: {speeds[found]:.2f} by the grid's measurement")
-    print(
-        f"ratio {speeds[found] / speeds[best]:.3f} with {len(trials)} trials, {100 * len(trials) / len(grid):.1f} % of the grid's"
-    )
+    share = 100 * len(trials) / len(grid)
+    print(f"ratio {speeds[found] / speeds[best]:.3f} with {len(trials)} trials, {share:.1f} % of the grid's")
 
 
 if __name__ == "__main__":
