@@ -104,6 +104,13 @@ def doctor(argv: list[str]) -> int:
     return 0 if is_fine else 2
 
 
+def report(argv: list[str]) -> int:
+    """one HTML page of a run: curves, samples, memory, settings"""
+    from ds_flux import report as module
+
+    return module.main(argv)
+
+
 def demo(argv: list[str]) -> int:
     """write a small FLUX.1 and a data set of handwritten digits; score what a run made of them"""
     from ds_flux import demo as module
@@ -112,7 +119,8 @@ def demo(argv: list[str]) -> int:
 
 
 COMMANDS = {
-    command.__name__: command for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, doctor, demo)
+    command.__name__: command
+    for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, report, doctor, demo)
 }
 
 

@@ -1,5 +1,6 @@
 """The plan of a run that is starting, in a line, and beside it at the end what was measured."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,11 @@ class Planned:
             f"planned for each process: {in_words(*self.expected(self.row))}, and {self.row.sent_bytes / GIB:.3g} GiB received "
             f"and {self.flops(self.row):.3g}e12 floating-point operations in a step"
         )
+
+    def facts(self) -> str:
+        """What is expected of a process, as JSON, for the run's folder."""
+        device_gib, host_gib = self.expected(self.row) if self.row else (None, None)
+        return json.dumps({"device_gib": device_gib, "host_gib": host_gib})
 
     def compare(self, peak_host_gib: float, peak_device_gib: float) -> None:
         """The line at the end.

@@ -110,7 +110,7 @@ def run_to_the_end(config: Config) -> None:
     began_s, planned = time.perf_counter(), Planned.start(config)
     run = setup(config)
     output_dir = Path(config.run.output_dir)
-    runtime.on_main(lambda: record(run, output_dir), "writing the settings")
+    runtime.on_main(lambda: record(run, output_dir, planned.facts()), "writing the settings")
     announce(run, time.perf_counter() - began_s)
     planned.say()
     mlperf = MlperfLog(config.validation.mlperf_log if runtime.rank() == 0 else None, run.schedule.global_batch_size)
@@ -247,12 +247,13 @@ def answer(run: Run, saver: checkpoint.Saver, step: int, batches: Batches, reque
     runtime.log(f"stopped by {request.reason} after step {step}: {saved}; go on with: {command_to_go_on()}")
 
 
-def record(run: Run, output_dir: Path) -> None:
-    """Put the resolved settings into the run's folder.  Raises UserError where that cannot be written."""
+def record(run: Run, output_dir: Path, plan: str) -> None:
+    """Put the resolved settings and the planned memory into the run's folder.  Raises UserError where that cannot be."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(output_dir / "config.yaml", run.config.to_yaml())
         write_atomically(output_dir / "ds_config.json", json.dumps(run.engine.config, indent=2))
+        write_atomically(output_dir / "plan.json", plan)
     except OSError as error:
         raise UserError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from None
 

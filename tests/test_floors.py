@@ -66,7 +66,7 @@ FLOORS = [
     ["gallery"],
     ["run", "rolling", "plan"],
     ["planned", "trials"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune", "report"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
@@ -89,7 +89,7 @@ WALLS = {  # third-party package -> the only modules that may import it
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
-    "matplotlib": {"tune"},
+    "matplotlib": {"tune", "report"},
 }
 ORDER = [module for floor in FLOORS for module in floor]
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
