@@ -74,9 +74,8 @@ class Setting:
         """Of the command line, for what differs from `other`; the DeepSpeed config always."""
         differ = {name: value for name, value in vars(self).items() if value != vars(other)[name]}
         named = {"deepspeed_config": self.deepspeed_config} | differ
-        return [
-            part for name, value in named.items() for part in (f"--{name}", str(value).lower() if value is True else str(value))
-        ]
+        words = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in named.items()}
+        return [part for name, word in words.items() for part in (f"--{name}", word)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,10 @@ def machine_of(command: TuneCommand) -> tuple[Machine, float]:
 def survivors(planner: Planner, command: TuneCommand) -> list[Candidate]:
     """All settings that fit by the plan, those first that should be fastest."""
     rows = []
-    for setting in grid(Setting.of(planner.config), command.ds_configs):
+    own, by_tokens = Setting.of(planner.config), planner.config.train.tokens_per_batch is not None
+    for setting in grid(own, command.ds_configs):
+        if by_tokens and setting.train_batch_size != own.train_batch_size:
+            continue  # --tokens_per_batch decides over micro batches
         try:
             row = planner.row(setting)
         except UserError:
@@ -132,8 +135,7 @@ def written(best: Candidate, trials: Trials, own: Setting) -> str:
     write_atomically(path, json.dumps(best.ds_config(), indent=2) + "\n")
     table, plot = trials.write_table(), draw(list(trials.results.values()), trials.folder / "trials.png")
     flags = " ".join(replace(best.setting, deepspeed_config=str(path)).flags(own))
-    measured = [trials.results[key] for key in trials.results if trials.results[key].zero == best.zero]
-    result = max((one for one in measured if is_of(one, best)), key=lambda one: one.num_steps)
+    result = max((one for one in trials.results.values() if is_of(one, best)), key=lambda one: one.num_steps)
     return (
         f"best of {len(trials.results)} trials: {result.images_per_s:.4g} images/s with {result.peak_gib:.3g} GiB, by "
         f"{best.setting.deepspeed_config} {best.zero or ''}\n{table}{plot}\nuse: {flags}"
