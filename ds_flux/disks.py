@@ -99,7 +99,7 @@ def of_checkpoints(output_dir: Path, ds_config: dict[str, Any], path: str) -> Di
         )
     if is_local and offload.get("device") == "nvme":
         raise UserError(
-            f"{path}: use_node_local_storage does not go with an optimizer on NVMe: its files could not be gathered"
+            f"{path}: use_node_local_storage does not go with an optimizer on NVMe, which goes on from the files of all ranks"
         )
     if not is_local and not disk.is_shared:
         raise UserError(
