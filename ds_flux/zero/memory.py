@@ -142,7 +142,7 @@ def flattened(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> Me
     num_buckets = 2 + bool(zero.get("overlap_comm"))
     accumulates = ds_config["gradient_accumulation_steps"] > 1
     whole_weights = w * (sum(weights.frozen) + mine * num_ranks)
-    memory = Memory(weights=whole_weights, buckets=w * min(bucket, trainable) * num_buckets)
+    memory = Memory(weights=whole_weights, buckets=w * bucket * num_buckets)
     if optimizer_device(ds_config) != "none":
         largest = max(weights.trainable)
         is_pinned = bool(zero["offload_optimizer"].get("pin_memory"))
@@ -164,8 +164,8 @@ def partitioned(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> 
     mine = share(weights.trainable, num_ranks)
     largest = max(-(-numel // num_ranks) for numel in weights.trainable)
     group = min(mine, zero.get("sub_group_size", 10**9) + largest)
-    bucket = min(zero.get("reduce_bucket_size", ALL_REDUCE_NUMEL) * w, 2 * w * sum(weights.trainable))
-    memory = weights_at_stage_3(weights, zero, num_ranks) + Memory(buckets=2 * bucket)
+    bucket = zero.get("reduce_bucket_size", ALL_REDUCE_NUMEL)
+    memory = weights_at_stage_3(weights, zero, num_ranks) + Memory(buckets=w * (bucket + min(bucket, sum(weights.trainable))))
     device = optimizer_device(ds_config)
     if device == "none":
         optimizer = mine * (MASTER_BYTES + MOMENTS_BYTES)
