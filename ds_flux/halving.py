@@ -43,5 +43,7 @@ def best_of(candidates: Iterable[Candidate], measure: Measure, num_trials: int, 
     for rung, size in enumerate(rungs[1:], start=1):
         better = sorted(speeds, key=lambda pair: -pair[0])[:size]
         measured = [(measure(candidate, num_steps * 2**rung), candidate) for _, candidate in better]
-        speeds = [pair for pair in measured if pair[0]] or speeds
+        tried = [candidate for _, candidate in better]
+        # where all of them fail in the longer run, those that were not in it
+        speeds = [pair for pair in measured if pair[0]] or [pair for pair in speeds if pair[1] not in tried]
     return max(speeds, key=lambda pair: pair[0])[1] if speeds else None

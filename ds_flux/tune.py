@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ds_flux.trials import Candidate, Result, Trials
 from ds_flux.zero.ds_config import auto_sizes
 
 FASTER = 1.02  # a refinement must be, or it is noise
+NUM_AROUND = 3  # of the trials, for settings that differ from the best in one thing
 
 
 def tune(config: Config, command: TuneCommand) -> str:
@@ -33,10 +35,12 @@ def tune(config: Config, command: TuneCommand) -> str:
         raise UserError(f"by the plan nothing fits {bound_gib:g} GiB; see `ds-flux plan`")
     folder = Path(command.folder or f"{config.run.output_dir}/tune")
     trials = Trials(config, machine, folder, command.hostfile, command.trial_limit_s, bound_gib)
-    best = best_of(candidates, trials.speed, command.trials, command.steps)
+    num_around = NUM_AROUND if command.trials >= 2 * NUM_AROUND else 0
+    best = best_of(in_turns(candidates), trials.speed, command.trials - num_around, command.steps)
     if best is None:
         reasons = sorted({f"{result.status}: {result.said}" for result in trials.results.values()})
         raise UserError(f"no trial worked ({'; '.join(reasons)[:400]}); see {trials.write_table()}")
+    best = beside(best, candidates, trials, num_around)
     best = refined(best, trials, planner, command)
     return written(best, trials, Setting.of(config))
 
@@ -97,6 +101,29 @@ def grid(own: Setting, ds_configs: str) -> Iterator[Setting]:
                     train_batch_size=size,
                     gradient_accumulation_steps=images // size,
                 )
+
+
+def in_turns(candidates: list[Candidate]) -> list[Candidate]:
+    """The first of each DeepSpeed config, then the second of each, ...: the plan's order is surer within a config."""
+    places: Counter[str] = Counter()
+    placed = []
+    for candidate in candidates:
+        placed.append((places[candidate.setting.deepspeed_config], candidate))
+        places[candidate.setting.deepspeed_config] += 1
+    return [candidate for _, candidate in sorted(placed, key=lambda pair: pair[0])]
+
+
+def beside(best: Candidate, candidates: list[Candidate], trials: Trials, num: int) -> Candidate:
+    """The fastest of the best and `num` others of its DeepSpeed config: another micro batch, or checkpointing or not."""
+    num_steps = max(result.num_steps for result in trials.results.values())
+    mine = [one for one in candidates if one.setting.deepspeed_config == best.setting.deepspeed_config]
+    others = [one for one in mine if num_changes(one.setting, best.setting) == 1]
+    return max((best, *others[:num]), key=lambda one: trials.speed(one, num_steps))
+
+
+def num_changes(one: Setting, other: Setting) -> int:
+    """How many of the two differ: micro batch, checkpointing."""
+    return sum(vars(one)[name] != vars(other)[name] for name in ("gradient_checkpointing", "train_batch_size"))
 
 
 def refined(best: Candidate, trials: Trials, planner: Planner, command: TuneCommand) -> Candidate:

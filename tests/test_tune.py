@@ -12,7 +12,7 @@ from ds_flux import commands, config
 from ds_flux.halving import best_of, rungs_of
 from ds_flux.plan import Setting
 from ds_flux.trials import Candidate, Trials
-from ds_flux.tune import machine_of
+from ds_flux.tune import in_turns, machine_of, num_changes
 from tests.conftest import Assets, Done
 from tests.test_errors import one_line
 
@@ -39,7 +39,19 @@ def test_halving_on_a_recorded_table() -> None:
     assert best_of("abcdef", measure, num_trials=8, num_steps=3) == "e"
     assert calls == [("a", 3), ("b", 3), ("c", 3), ("d", 3), ("e", 3), ("e", 6), ("b", 6)]
     assert best_of("c", measure, 8, 3) is None
+    assert best_of("abe", lambda name, steps: RECORDED[name] if steps == 3 else 0.0, 5, 3) == "a", "all fail in the longer run"
     assert best_of("cab", measure, 2, 3) == "a", "a failed trial counts"
+
+
+def test_the_search_looks_at_every_config_and_then_around_the_best() -> None:
+    settings = [Setting(deepspeed_config=path, gradient_checkpointing=checkpointing, train_batch_size=size,
+                        gradient_accumulation_steps=4 // size)
+                for path in "ab" for checkpointing in (False, True) for size in (4, 2)]  # fmt: skip
+    candidates = [Candidate(setting) for setting in settings]
+    assert [one.setting.deepspeed_config for one in in_turns(candidates)] == list("abababab")
+    assert in_turns(candidates)[0] == candidates[0]
+    changed = [num_changes(setting, settings[0]) for setting in settings[:4]]
+    assert changed == [0, 1, 1, 2]
 
 
 @pytest.fixture

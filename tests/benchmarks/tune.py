@@ -5,7 +5,8 @@
 Two gloo ranks, images of 256 pixels, so that activations are more than noise.  The grid: four DeepSpeed configs x gradient
 checkpointing x micro batches of 1, 2 and 4 images, a trial of each.  The bound lies in the widest gap between the grid's
 peaks, away from its ends.  Then the search, in trials of its own: it may take 9, which are 37.5 % of the grid's 24.  The bar:
-what it finds is at least 0.95 times as fast as the best of the grid that keeps the bound, by the grid's own measurements.
+what it finds is at least 0.95 times as fast as the best of the grid that keeps the bound.  Of many measurements the highest is
+too high, so both are measured again, three times in turns; the best of each counts.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tests.distributed import ROOT, environment
@@ -50,6 +52,22 @@ def measure_grid(flags: list[str], folder: Path, num_steps: int) -> list[dict]:
         trials.speed(Candidate(setting), num_steps)
         print(f"{len(trials.results)} {list(trials.results.values())[-1]}", flush=True)
     return [json.loads(line) for line in trials.path.read_text().splitlines()]
+
+
+def measured_again(rows: list[dict], flags: list[str], folder: Path, num_steps: int) -> dict[tuple, float]:
+    """{setting: the best of three measurements}, in turns."""
+    from ds_flux import commands, config, tune
+    from ds_flux.plan import Setting
+    from ds_flux.trials import Candidate, Trials
+
+    settings, command = config.load(flags, "benchmark", commands.TuneCommand)
+    trials = Trials(settings, tune.machine_of(command)[0], folder, None, 600, float("inf"))
+    found: dict[tuple, float] = {identity(row): 0.0 for row in rows}
+    for row in rows * 3:
+        setting = Setting(**{name: row[name] for name in Setting.__annotations__})
+        setting = replace(setting, deepspeed_config=str(folder.parent / "configs" / Path(setting.deepspeed_config).name))
+        found[identity(row)] = max(found[identity(row)], trials.run(Candidate(setting), num_steps).images_per_s)
+    return found
 
 
 def identity(row: dict) -> tuple:
@@ -95,9 +113,11 @@ def main() -> None:
     found = identity(max((row for row in ok if row["num_steps"] == last), key=lambda row: row["images_per_s"]))
     best = max(within, key=speeds.__getitem__)
     print(f"bound {bound:.3f} GiB; {len(within)} of {len(grid)} settings keep it")
+    again = measured_again([row for row in grid if identity(row) in (best, found)], flags, folder / "again", 2 * options.steps)
     print(f"best of the grid {best}: {speeds[best]:.2f} images/s; found {found}: {speeds[found]:.2f} by the grid's measurement")
+    print(f"measured again, in turns: {again[best]:.2f} and {again[found]:.2f} images/s")
     share = 100 * len(trials) / len(grid)
-    print(f"ratio {speeds[found] / speeds[best]:.3f} with {len(trials)} trials, {share:.1f} % of the grid's")
+    print(f"ratio {again[found] / again[best]:.3f} with {len(trials)} trials, {share:.1f} % of the grid's")
 
 
 if __name__ == "__main__":
