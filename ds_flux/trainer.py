@@ -175,7 +175,8 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
     saver.close()
     if num_skipped:
         runtime.log(f"the last {num_skipped} steps were not taken: the weights are those of step {run.last_step - num_skipped}")
-    runtime.log(f"done: {run.last_step} steps; {saver.output_dir / f'checkpoint-{run.last_step}'}")
+    saved = "" if run.config.checkpoint.save_nothing else f"; {saver.output_dir / f'checkpoint-{run.last_step}'}"
+    runtime.log(f"done: {run.last_step} steps{saved}")
     return False
 
 

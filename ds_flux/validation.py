@@ -5,7 +5,7 @@ any number of ranks, whenever they are asked.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -43,6 +43,8 @@ class Validation:
     """each sample at one of the sigmas, instead of at all"""
     batches: list[tuple[list[int], list[float]]]
     """as many on every rank, of one shape in each: samples, and 1 for each or 0 where it only fills up"""
+    told: set[str] = field(default_factory=set)
+    """what was said of samples that cannot be used"""
 
     def figures(self, engine: Any, objective: Objective) -> Figures:
         """The mean loss, and that at each sigma.  A collective; leaves the engine as it was."""
@@ -78,9 +80,10 @@ class Validation:
             sums[1].index_add_(0, places, weights.double())
 
     def tell(self, bad: list[str], counts: Tensor) -> None:
-        """Of samples that could not be used.  A collective; raises UserError where a sigma has none."""
-        for one in sorted(set(runtime.gathered(bad))):
+        """Of samples that could not be used, once.  A collective; raises UserError where a sigma has none."""
+        for one in sorted(set(runtime.gathered(bad)) - self.told):
             runtime.log(f"validation goes without a sample: {one}")
+            self.told.add(one)
         if not counts.all():
             raise UserError(f"the validation set has no sample for {int((counts == 0).sum())} of {len(counts)} noise levels")
 

@@ -167,6 +167,22 @@ def test_bad_flags(assets: Assets, tmp_path: Path, run_main: Any, kind: str) -> 
     assert not (tmp_path / "run/config.yaml").exists()
 
 
+def test_a_sample_that_cannot_be_used_is_named_once(assets: Assets, tmp_path: Path, run_main: Any) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    rows = datasets.load_from_disk(str(assets.digits))
+    for number in range(3):
+        rows[number]["image"].save(images / f"{number}.png")
+    (images / "broken.png").write_text("no image")
+    own = {"dataset_name": None, "caption_column": None, "instance_data_dir": images, "instance_prompt": "a"}
+    flags = {"validation_dataset": images, "validation_steps": 1, "max_train_steps": 2, "train_batch_size": 1}
+    flags |= {"deepspeed_config": assets.ds_config(0), "max_bad_fraction": 0.5, "shard_text_encoder": "false"}
+    done = run_main("train", *assets.flags(tmp_path / "run", **own, **flags))
+    assert done.status == 0, done.errors
+    assert done.errors.count("validation goes without a sample") == 1 and "broken.png" in done.errors
+    assert len(rows_of(tmp_path / "run")) == 3
+
+
 def test_editing_models_are_measured_with_their_references(pairs: Pairs, assets: Assets, tmp_path: Path, run_main: Any) -> None:
     """Of two shapes, and none."""
     flags = {"validation_fraction": 0.4, "max_train_steps": 1, "deepspeed_config": assets.ds_config(0), "train_batch_size": 2}
