@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written(assets: Assets, small_disk: Path, run_m
 
 def test_requests_by_file_and_signal(assets: Assets, tmp_path: Path) -> None:
     """`save` goes on, `stop` ends the run with status 0 and the command that resumes it; SIGUSR1 to one rank does the same."""
-    flags = assets.flags(tmp_path / "run", max_train_steps=400, checkpointing_steps=400, checkpoints_total_limit=9)
+    flags = assets.flags(tmp_path / "run", max_train_steps=9000, checkpointing_steps=9000, checkpoints_total_limit=9)
     with started(launch_command(2, "ds_flux", "train", *flags)) as process:
         wait_for(tmp_path / "run", "logs/metrics.jsonl", process)
         (tmp_path / "run/save").touch()
