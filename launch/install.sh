@@ -24,12 +24,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A build that was killed leaves a lock on which every later start would wait for ever.
 if ! pgrep -f deepspeed >/dev/null; then rm -f "$TORCH_EXTENSIONS_DIR"/*/lock; fi
 echo "DeepSpeed's CPU kernels (built once, about two minutes) ..."
-env -u OMP_NUM_THREADS DS_ACCELERATOR=cpu python - <<'PY'
+env -u OMP_NUM_THREADS DS_ACCELERATOR=cpu python - "$1" <<'PY'
 import logging
+import sys
 
 logging.disable(logging.WARNING)
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
 CPUAdamBuilder().load(verbose=False)
 ShareMemCommBuilder().load(verbose=False)
+if sys.argv[1] == "test" and AsyncIOBuilder().is_compatible(verbose=False):  # for the test of NVMe
+    AsyncIOBuilder().load(verbose=False)
 PY
