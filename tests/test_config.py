@@ -88,6 +88,7 @@ def test_shipped_deepspeed_configs_are_right(path: Path) -> None:
     )
     final = ds_config.train_config(str(path), optim, train, True, RANKS, SIZE)
     assert final["gradient_clipping"] == 0.3
+    assert final["zero_optimization"].get("zero_hpz_partition_size", 4) == 4, "the processes of a node"
     assert (final["train_batch_size"], final["train_micro_batch_size_per_gpu"]) == (48, 2)
     assert final["bf16"] == {"enabled": True, "check_grad_overflow": True}
     assert final["optimizer"]["params"]["lr"] == 2e-4
