@@ -94,7 +94,7 @@ def train_memory(
         memory = replace(memory, step=max(memory.step, weights.num_bytes * sum(weights.trainable)))
     if not keeps_ema:
         return memory
-    own = MASTER_BYTES * (sum(weights.trainable) if stage == 0 else share(weights.trainable, shard_ranks(ds_config, num_ranks)))
+    own = MASTER_BYTES * (sum(weights.trainable) if stage == 0 else share(weights.trainable, num_ranks))
     return memory + (Memory(pageable=own) if ema_on_cpu or optimizer_device(ds_config) != "none" else Memory(ema=own))
 
 
@@ -108,12 +108,6 @@ def frozen_memory(weights: Weights, ds_config: dict[str, Any] | None, num_ranks:
 def share(tensors: tuple[int, ...], num_ranks: int) -> int:
     """Elements on one rank where each tensor is partitioned by itself."""
     return sum(-(-numel // num_ranks) for numel in tensors)
-
-
-def shard_ranks(ds_config: dict[str, Any], num_ranks: int) -> int:
-    """Among how many ranks the weights are partitioned at stage 3: all, or one MiCS group."""
-    group = ds_config["zero_optimization"].get("mics_shard_size", -1)
-    return group if group > 0 else num_ranks
 
 
 def replicated(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> Memory:
@@ -160,7 +154,7 @@ def partitioned(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> 
 
     In fp32 as well the optimizer has a copy: DeepSpeed means to do without, and compares a device with its name.
     """
-    zero, w, num_ranks = ds_config["zero_optimization"], weights.num_bytes, shard_ranks(ds_config, num_ranks)
+    zero, w = ds_config["zero_optimization"], weights.num_bytes
     mine = share(weights.trainable, num_ranks)
     largest = max(-(-numel // num_ranks) for numel in weights.trainable)
     group = min(mine, zero.get("sub_group_size", 10**9) + largest)
@@ -226,10 +220,7 @@ def sent_bytes(weights: Weights, ds_config: dict[str, Any], num_ranks: int) -> i
     gathered = w * sum(numel for numel in weights.every if numel > zero.get("stage3_param_persistence_threshold", 100_000))
     forward = gathered // (2 if zero.get("zero_quantized_weights") else 1)
     reduced = trainable // (4 if zero.get("zero_quantized_gradients") else 1)
-    ranks = shard_ranks(ds_config, num_ranks)
-    per_micro = (forward + gathered + reduced) * (ranks - 1) // ranks
-    across_groups = 2 * trainable // ranks if ranks < num_ranks else 0  # MiCS: groups agree once
-    return num_micro * per_micro + across_groups
+    return num_micro * ((forward + gathered + reduced) * (num_ranks - 1) // num_ranks)
 
 
 def checkpoint_bytes(weights: Weights, ds_config: dict[str, Any], keeps_ema: bool) -> int:
