@@ -30,7 +30,7 @@ class Candidate:
     """Settings to try."""
 
     setting: Setting
-    zero: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict, hash=False)
     """what the DeepSpeed config's zero_optimization section has instead"""
 
     def ds_config(self) -> dict[str, Any]:

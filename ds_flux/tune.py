@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from ds_flux import UserError, outline
@@ -30,17 +32,18 @@ def tune(config: Config, command: TuneCommand) -> str:
     machine, bound_gib = machine_of(command)
     shapes = outline.draw(config)
     planner = Planner(config, shapes, machine)
-    candidates = survivors(planner, command)
-    if not candidates:
+    planned = survivors(planner, command)
+    if not planned:
         raise UserError(f"by the plan nothing fits {bound_gib:g} GiB; see `ds-flux plan`")
     folder = Path(command.folder or f"{config.run.output_dir}/tune")
     trials = Trials(config, machine, folder, command.hostfile, command.trial_limit_s, bound_gib)
     num_around = NUM_AROUND if command.trials >= 2 * NUM_AROUND else 0
-    best = best_of(in_turns(candidates), trials.speed, command.trials - num_around, command.steps)
+    promising = still_promising(in_turns(list(planned)), planned, trials)
+    best = best_of(promising, trials.speed, command.trials - num_around, command.steps)
     if best is None:
         reasons = sorted({f"{result.status}: {result.said}" for result in trials.results.values()})
         raise UserError(f"no trial worked ({'; '.join(reasons)[:400]}); see {trials.write_table()}")
-    best = beside(best, candidates, trials, num_around)
+    best = beside(best, planned, trials, num_around)
     best = refined(best, trials, planner, command)
     return written(best, trials, Setting.of(config))
 
@@ -73,8 +76,8 @@ def machine_of(command: TuneCommand) -> tuple[Machine, float]:
     return machine, bound_gib
 
 
-def survivors(planner: Planner, command: TuneCommand) -> list[Candidate]:
-    """All settings that fit by the plan, those first that should be fastest."""
+def survivors(planner: Planner, command: TuneCommand) -> dict[Candidate, float]:
+    """{setting: planned GiB of a process} of all that fit by the plan, those first that should be fastest."""
     rows = []
     own, by_tokens = Setting.of(planner.config), planner.config.train.tokens_per_batch is not None
     for setting in grid(own, command.ds_configs):
@@ -86,7 +89,20 @@ def survivors(planner: Planner, command: TuneCommand) -> list[Candidate]:
             continue
         if not row.lacks(planner.machine):
             rows.append(row)
-    return [Candidate(row.setting) for row in sorted(rows, key=lambda row: row.cost())]
+    on_host = planner.machine.device_is_host
+    return {
+        Candidate(row.setting): (row.device_bytes + on_host * row.host_bytes) / GIB
+        for row in sorted(rows, key=lambda row: row.cost())
+    }
+
+
+def still_promising(candidates: list[Candidate], planned: dict[Candidate, float], trials: Trials) -> Iterator[Candidate]:
+    """Those that fit the bound by the plan and by what trials so far have taken beyond it, such as the process itself."""
+    for candidate in candidates:
+        beyond = [one.peak_gib - planned[two] for one in trials.results.values() for two in planned if is_of(one, two)]
+        known = [gib for gib in beyond if gib > 0]
+        if planned[candidate] + (statistics.median(known) if known else 0.0) <= trials.bound_gib:
+            yield candidate
 
 
 def grid(own: Setting, ds_configs: str) -> Iterator[Setting]:
@@ -113,12 +129,13 @@ def in_turns(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for _, candidate in sorted(placed, key=lambda pair: pair[0])]
 
 
-def beside(best: Candidate, candidates: list[Candidate], trials: Trials, num: int) -> Candidate:
+def beside(best: Candidate, planned: dict[Candidate, float], trials: Trials, num: int) -> Candidate:
     """The fastest of the best and `num` others of its DeepSpeed config: another micro batch, or checkpointing or not."""
     num_steps = max(result.num_steps for result in trials.results.values())
-    mine = [one for one in candidates if one.setting.deepspeed_config == best.setting.deepspeed_config]
+    mine = [one for one in planned if one.setting.deepspeed_config == best.setting.deepspeed_config]
     others = [one for one in mine if num_changes(one.setting, best.setting) == 1]
-    return max((best, *others[:num]), key=lambda one: trials.speed(one, num_steps))
+    chosen = list(islice(still_promising(others, planned, trials), num))
+    return max((best, *chosen), key=lambda one: trials.speed(one, num_steps))
 
 
 def num_changes(one: Setting, other: Setting) -> int:

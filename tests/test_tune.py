@@ -4,6 +4,7 @@ import csv
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from ds_flux import commands, config
 from ds_flux.halving import best_of, rungs_of
 from ds_flux.plan import Setting
 from ds_flux.trials import Candidate, Trials
-from ds_flux.tune import in_turns, machine_of, num_changes
+from ds_flux.tune import in_turns, machine_of, num_changes, still_promising
 from tests.conftest import Assets, Done
 from tests.test_errors import one_line
 
@@ -52,6 +53,21 @@ def test_the_search_looks_at_every_config_and_then_around_the_best() -> None:
     assert in_turns(candidates)[0] == candidates[0]
     changed = [num_changes(setting, settings[0]) for setting in settings[:4]]
     assert changed == [0, 1, 1, 2]
+
+
+def test_what_trials_take_beyond_the_plan_counts_for_the_next(flags: list[str], tmp_path: Path) -> None:
+    """The process itself, say: after the first that is over the bound, no other is tried that must be."""
+    settings, command = config.load(flags, "test", commands.TuneCommand)
+    trials = Trials(settings, machine_of(command)[0], tmp_path / "tune", None, 1, bound_gib=1.0)
+    own = Setting.of(settings)
+    planned = {Candidate(replace(own, train_batch_size=size)): gib for size, gib in ((4, 0.9), (2, 0.7), (1, 0.3))}
+    promising = still_promising(list(planned), planned, trials)
+    first = next(promising)
+    assert first.setting.train_batch_size == 4
+    trials.launch = lambda command: ("timed out", "")  # type: ignore[method-assign]
+    row = {"images_per_s": 2.0, "peak_device_memory_gib": 0.0, "peak_host_memory_gib": 1.5}
+    trials.results["first"] = trials.judged(trials.run(first, 2), [row])
+    assert [one.setting.train_batch_size for one in promising] == [1], "0.7 and 0.6 beyond are too much"
 
 
 @pytest.fixture
