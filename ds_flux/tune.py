@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-import statistics
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +20,7 @@ from ds_flux.trials import Candidate, Result, Trials
 from ds_flux.zero.ds_config import auto_sizes
 
 FASTER = 1.02  # a refinement must be, or it is noise
+CLEARLY_LESS, TOO_MUCH = 0.9, ("over the bound", "out of memory")
 NUM_AROUND = 3  # of the trials, for settings that differ from the best in one thing
 
 
@@ -97,11 +98,11 @@ def survivors(planner: Planner, command: TuneCommand) -> dict[Candidate, float]:
 
 
 def still_promising(candidates: list[Candidate], planned: dict[Candidate, float], trials: Trials) -> Iterator[Candidate]:
-    """Those that fit the bound by the plan and by what trials so far have taken beyond it, such as the process itself."""
+    """Those that should take clearly less than any so far that took too much."""
     for candidate in candidates:
-        beyond = [one.peak_gib - planned[two] for one in trials.results.values() for two in planned if is_of(one, two)]
-        known = [gib for gib in beyond if gib > 0]
-        if planned[candidate] + (statistics.median(known) if known else 0.0) <= trials.bound_gib:
+        failed = [one for one in trials.results.values() if one.status in TOO_MUCH]
+        too_much = [gib for other, gib in planned.items() if any(is_of(one, other) for one in failed)]
+        if planned[candidate] < CLEARLY_LESS * min(too_much, default=math.inf):
             yield candidate
 
 
