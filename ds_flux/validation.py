@@ -7,7 +7,6 @@ any number of ranks, whenever they are asked.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -111,13 +110,12 @@ def prepare(
     shapes = runtime.on_main(lambda: inputs.look_at_samples(config, architecture, source, rules), what)
     inputs.check_shares(config, architecture, shapes)
     samples = SampleDataset(source, config.data, SEED, rules, partial(shapes.sizes, seed=SEED))
-    encoded = caching.with_cached_text(config, conditioner, source)
-    whole = replace(encoded, posterior_seed=None)
+    conditioner = replace(conditioner, posterior_seed=None)
     component = architecture.family.large_encoder.component
     shape_of = partial(shapes.of, config=config.data, seed=SEED, encoder=component)
     return Validation(
-        samples=caching.with_cached_latents(config, replace(conditioner, posterior_seed=None), samples),
-        conditioner=replace(whole, autoencoder=None),
+        samples=caching.with_cached_latents(config, conditioner, samples),
+        conditioner=replace(caching.with_cached_text(config, conditioner, source), autoencoder=None),
         sigmas=mid_points(settings.validation_sigmas),
         by_sample=settings.validation_sigma_by_sample,
         batches=dealt(
@@ -152,5 +150,5 @@ def dealt(alike: list[list[int]], size: int, dp_size: int, dp_rank: int) -> list
         for start in range(0, len(samples), size * dp_size):
             ours = samples[start : start + size * dp_size][dp_rank::dp_size]
             num = min(size, -(-len(samples[start:]) // dp_size))
-            batches.append(((ours + list(repeat(samples[0], num)))[:num], [1.0] * len(ours) + [0.0] * (num - len(ours))))
+            batches.append(((ours + samples[:1] * num)[:num], [1.0] * len(ours) + [0.0] * (num - len(ours))))
     return batches

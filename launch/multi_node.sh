@@ -27,13 +27,14 @@ fail() { echo "launch/multi_node.sh: error: $1" >&2; exit 2; }
 # ---- the words of the command line
 hostfile=${1:?$usage}; shift
 python -m ds_flux.hostfile "$hostfile"
-launcher=pdsh ssh=yes master_port=29500 of_deepspeed=()
-master_addr=$(sed -n 's/^ *\([^ #][^ ]*\) .*/\1/p' "$hostfile" | head -1)
+launcher=pdsh ssh=yes ssh_port="" master_port=29500 of_deepspeed=()
+first=$(sed -n 's/^ *\([^ #][^ ]*\) .*/\1/p' "$hostfile" | head -1)
+master_addr=$first
 while [ $# -gt 0 ] && [[ $1 != *.yaml && $1 != *.yml ]]; do
     case $1 in
         --no_ssh) ssh=no ;;
-        --launcher | --master_addr | --master_port) declare "${1#--}=${2:?$usage}" ;;
-        --launcher=* | --master_addr=* | --master_port=*) declare "${1#--}" ;;
+        --launcher | --master_addr | --master_port | --ssh_port) declare "${1#--}=${2:?$usage}" ;;
+        --launcher=* | --master_addr=* | --master_port=* | --ssh_port=*) declare "${1#--}" ;;
     esac
     of_deepspeed+=("$1"); shift
 done
@@ -62,4 +63,9 @@ echo "MASTER_ADDR=$master_addr"$'\n'"MASTER_PORT=$master_port" >>"$file_of_varia
 # read by deepspeed through the open file, which leaves nothing behind
 exec 3<"$file_of_variables"
 rm "$file_of_variables"
+# where its first node does not answer, DeepSpeed ends with a traceback; with --include or --exclude it may be another node
+if [[ " ${of_deepspeed[*]}" != *" --include"* && " ${of_deepspeed[*]}" != *" --exclude"* ]]; then
+    reason=$(ssh -n -o BatchMode=yes -o ConnectTimeout=8 ${ssh_port:+-p "$ssh_port"} "$first" true 2>&1) ||
+        fail "$first does not let this machine in (${reason##*$'\n'}); what to do: ds-flux doctor --hostfile $hostfile"
+fi
 DS_ENV_FILE=/proc/self/fd/3 exec deepspeed --hostfile "$hostfile" "${of_deepspeed[@]}" --module ds_flux train "${words[@]}"

@@ -27,6 +27,7 @@ REFUSED = {
     "no recipe": (["hosts", "none.yaml"], "none.yaml: no such file"),
     "no JSON": (["hosts", "r.yaml", "none.json"], "none.json: no such file"),
     "slurm": (["hosts", "--launcher", "slurm", "r.yaml"], "sbatch launch/slurm.sbatch"),
+    "a node that is not there": (["hosts", "r.yaml"], "node1 does not let this machine in (ssh: "),
     "bad variables": (["hosts", "r.yaml"], ".deepspeed_env line 1: expected NAME=value, got `export A=1`"),
 }
 
