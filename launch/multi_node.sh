@@ -65,7 +65,7 @@ exec 3<"$file_of_variables"
 rm "$file_of_variables"
 # where its first node does not answer, DeepSpeed ends with a traceback; with --include or --exclude it may be another node
 if [[ " ${of_deepspeed[*]}" != *" --include"* && " ${of_deepspeed[*]}" != *" --exclude"* ]]; then
-    reason=$(ssh -n -o BatchMode=yes -o ConnectTimeout=8 ${ssh_port:+-p "$ssh_port"} "$first" true 2>&1) ||
+    reason=$(ssh -n -o BatchMode=yes -o ConnectTimeout=8 ${ssh_port:+-p "$ssh_port"} "$first" true 2>&1 | tr -d '\r') ||
         fail "$first does not let this machine in (${reason##*$'\n'}); what to do: ds-flux doctor --hostfile $hostfile"
 fi
 DS_ENV_FILE=/proc/self/fd/3 exec deepspeed --hostfile "$hostfile" "${of_deepspeed[@]}" --module ds_flux train "${words[@]}"
