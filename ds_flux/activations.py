@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Pass:
         return Pass(number * self.peak_bytes, number * self.num_flops)
 
 
-def measure(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], counts_flops: bool = False) -> Pass:
+def measure(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Pass:
     """Of `loss_of(module)` and its backward pass, for a module on meta whose blocks lie in lists.
 
     The blocks of a list are alike, so it is measured with one and with two blocks of each, and what a block adds is taken as
@@ -51,7 +51,7 @@ def measure(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], counts_fl
     def with_blocks(numbers: dict[str, int]) -> Pass:
         for name, blocks in lists.items():
             setattr(module, name, blocks[: numbers[name]])
-        return measure_whole(module, loss_of, counts_flops)
+        return measure_whole(module, lambda: loss_of(module).backward())
 
     try:
         one_each = dict.fromkeys(lists, 1)
@@ -66,22 +66,12 @@ def measure(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], counts_fl
     return total
 
 
-def measure_whole(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], counts_flops: bool) -> Pass:
-    """Of a module as it is."""
-    peak_bytes = peak_bytes_of(module, lambda: loss_of(module).backward())
-    flops = FlopCounterMode(display=False)
-    if counts_flops:  # in a pass of its own: it keeps tensors alive
-        with fused_attention(), flops:
-            loss_of(module).backward()
-    return Pass(peak_bytes, flops.get_total_flops() if counts_flops else 0)
-
-
-def peak_bytes_of(module: nn.Module, compute: Callable[[], Any]) -> int:
-    """The most bytes that operations of `compute` have at once, beside the weights of the module."""
+def measure_whole(module: nn.Module, compute: Callable[[], Any]) -> Pass:
+    """What operations of `compute` calculate, and the most bytes they have at once, beside the weights of the module."""
     tracker = Tracker(module)
     with fused_attention(), tracker:
         compute()
-    return tracker.peak_bytes
+    return Pass(tracker.peak_bytes, tracker.num_flops)
 
 
 def forget(parameter: Tensor) -> None:
@@ -107,15 +97,17 @@ def fused_attention() -> Iterator[None]:
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all storages alive that operations have made; those of a module's weights are not among them."""
+    """Bytes of all storages alive that operations have made, those of a module's weights not among them; and their FLOPs."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.now_bytes = self.peak_bytes = 0
+        self.now_bytes = self.peak_bytes = self.num_flops = 0
         self.known = weakref.WeakKeyDictionary({parameter.untyped_storage(): 0 for parameter in module.parameters()})
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if flops_of := flop_registry.get(function.overloadpacket):
+            self.num_flops += flops_of(*args, **(kwargs or {}), out_val=result)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf.untyped_storage())

@@ -1,14 +1,14 @@
 """A run's models as shapes alone, to plan with: from the folder's config files, or, without a folder, as they were released."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ds_flux import UserError, lora, models
-from ds_flux.activations import Pass, measure, peak_bytes_of
+from ds_flux.activations import Pass, measure, measure_whole
 from ds_flux.config import Config, ModelConfig
 from ds_flux.denoiser import denoising_loss
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
@@ -39,6 +39,8 @@ class Outline:
     small: tuple[int, ...]
     """elements of the frozen models that every rank has whole"""
     notes: tuple[str, ...]
+    passes: dict[tuple[int, ...], Pass] = field(default_factory=dict)
+    """what has been measured, by side, batch size and, of the transformer, whether blocks are recomputed"""
 
     @property
     def weights(self) -> Weights:
@@ -91,25 +93,33 @@ class Outline:
             noise = torch.empty_like(batch.latents)
             return denoising_loss(transformer, self.architecture.family, batch, sigma, noise, extra).mean()
 
-    def measure(self, side: int, batch_size: int, checkpointing: bool, counts_flops: bool = False) -> Pass:
-        """Memory, and perhaps computation, of one micro batch's forward and backward pass.
+    def measure(self, side: int, batch_size: int, checkpointing: bool) -> Pass:
+        """Memory and computation of one micro batch's forward and backward pass.
 
         Where every n-th block is recomputed it lies between what all and what none would take, in that proportion.
         """
-        transformer: Any = self.transformer
-        transformer.enable_gradient_checkpointing() if checkpointing else transformer.disable_gradient_checkpointing()
-        measured = measure(transformer, lambda module: self.loss(module, side, batch_size), counts_flops)
         every = self.config.model.gradient_checkpointing_every
-        if not checkpointing or every == 1:
-            return measured
-        none = self.measure(side, batch_size, False, counts_flops)
-        return (measured + none * (every - 1)).shared(every)
+        if checkpointing and every > 1:
+            all_of_them, none = (self.measure_alike(side, batch_size, recomputes) for recomputes in (True, False))
+            return (all_of_them + none * (every - 1)).shared(every)
+        return self.measure_alike(side, batch_size, checkpointing)
+
+    def measure_alike(self, side: int, batch_size: int, checkpointing: bool) -> Pass:
+        """The same where all blocks are recomputed or none; measured once."""
+        key, transformer = (side, batch_size, checkpointing), cast(Any, self.transformer)
+        if key not in self.passes:
+            transformer.enable_gradient_checkpointing() if checkpointing else transformer.disable_gradient_checkpointing()
+            self.passes[key] = measure(transformer, lambda module: self.loss(module, side, batch_size))
+        return self.passes[key]
 
     def encoding_bytes(self, side: int, batch_size: int) -> int:
         """Memory of the autoencoder while it encodes a micro batch."""
-        pixels = torch.empty(batch_size, 3, side, side, dtype=models.weight_dtype(self.config.model), device="meta")
-        with torch.no_grad():
-            return peak_bytes_of(self.autoencoder, lambda: self.autoencoder.encode(pixels))
+        key = (side, batch_size)
+        if key not in self.passes:
+            pixels = torch.empty(batch_size, 3, side, side, dtype=models.weight_dtype(self.config.model), device="meta")
+            with torch.no_grad():
+                self.passes[key] = measure_whole(self.autoencoder, lambda: self.autoencoder.encode(pixels))
+        return self.passes[key].peak_bytes
 
 
 def draw(config: Config) -> Outline:

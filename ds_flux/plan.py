@@ -171,11 +171,10 @@ class Plan:
 
 
 class Planner:
-    """Rows of one run on one machine; what is measured is measured once."""
+    """Rows of one run on one machine."""
 
     def __init__(self, config: Config, outline: Outline, machine: Machine):
         self.config, self.outline, self.machine = config, outline, machine
-        self.passes: dict[tuple[bool, int], Pass] = {}
 
     def row(self, setting: Setting) -> Row:
         """Raises UserError where the setting cannot be."""
@@ -214,14 +213,10 @@ class Planner:
 
     def measured(self, setting: Setting) -> Pass:
         """The largest micro batch of the run."""
-        key = (setting.gradient_checkpointing, setting.train_batch_size)
-        if key not in self.passes:
-            sizes = self.config.data.resolutions
-            outline = replace(self.outline, config=setting.applied(self.config))
-            passes = [outline.measure(side, outline.batch_size(side), key[0], counts_flops=True) for side in sizes]
-            largest = max(passes, key=lambda one: one.peak_bytes)
-            self.passes[key] = largest.shared(self.config.zero.sequence_parallel)
-        return self.passes[key]
+        outline = replace(self.outline, config=setting.applied(self.config))
+        sizes, checkpointing = self.config.data.resolutions, setting.gradient_checkpointing
+        passes = [outline.measure(side, outline.batch_size(side), checkpointing) for side in sizes]
+        return max(passes, key=lambda one: one.peak_bytes).shared(self.config.zero.sequence_parallel)
 
     def plan(self, variants: list[str]) -> Plan:
         """Under each of these DeepSpeed configs and the run's own.  Raises UserError where the run's own cannot be."""

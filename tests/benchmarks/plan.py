@@ -6,13 +6,15 @@ Each cell is `ds-flux train` on two gloo ranks of one thread with the benchmarks
 device is the CPU, so what the plan has on the GPU, pinned and pageable adds up.  Measured: the operating system's own peak of
 the rank that has most, less what the same process had after a run of a very small model, with code and kernels loaded.  Every
 buffer from 64 KiB on is mapped by itself: what is compared is tensors, without the holes in glibc's heap (0.05 to 0.15 GiB
-here).
+here).  Last, how long the plans of the released models take.
 """
 
 import argparse
 import ctypes
 import gc
 import json
+import resource
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -78,8 +80,18 @@ def planned_gib(flags: list[str]) -> float:
     return (row.device_bytes + row.host_bytes) / GIB
 
 
+def seconds_of_plan(name: str) -> float:
+    """CPU time of the whole process that plans a released model without its weights."""
+    recipe = ["--config", ROOT / "launch/recipes/flux1_dev_full.yaml", "--from_scratch", "--ds_configs", ROOT / "ds_configs"]
+    machine = ["--transformer_config", name, "--num_gpus", "8", "--gpu_memory_gib", "80"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "ds_flux", "plan", *recipe, *machine], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> None:
-    """Print a line for each cell, and the worst of them."""
+    """Print a line for each cell, the worst of them, and how long plans take."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/benchmarks"))
     parser.add_argument("--steps", type=int, default=3)
@@ -103,6 +115,8 @@ def main() -> None:
                     flush=True,
                 )
     print(f"worst: {100 * worst:.1f} %")
+    for name in ("dev", "flux2-dev"):
+        print(f"plan of {name}: {seconds_of_plan(name):.1f} s of CPU time")
 
 
 if __name__ == "__main__":
