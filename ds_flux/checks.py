@@ -1,5 +1,7 @@
 """Contradictions between settings, found before anything is loaded."""
 
+import importlib.util
+
 from PIL import ImageColor
 
 from ds_flux import UserError
@@ -18,11 +20,13 @@ POSITIVE = (
     "num_validation_images",
     "num_validation_inference_steps",
     "gradient_checkpointing_every",
+    "logging_steps",
 )  # fmt: skip
 POSITIVE_IF_GIVEN = (
     "tokens_per_batch", "max_train_steps", "checkpoints_total_limit", "max_sequence_length", "rank", "precomputation_items",
     "validation_steps",
 )  # fmt: skip
+MONITORS = {"tensorboard": None, "csv": None, "wandb": "wandb", "comet": "comet_ml"}  # the package of each
 
 
 def check(config: Config) -> None:
@@ -40,6 +44,7 @@ def check(config: Config) -> None:
         ),
         *ema_rules(config.optim),
         *validation_rules(config),
+        (config.log.peak_tflops is not None and config.log.peak_tflops <= 0, "--peak_tflops must be more than 0"),
         (not is_shift(shift), f"--timestep_shift {shift}: expected none, resolution or a number > 0"),
         *[(not 0 <= flat[name] <= 1, f"--{name} {flat[name]} is not between 0 and 1") for name in SHARES],
         *[(flat[name] < 1, f"--{name} {flat[name]} must be 1 or more") for name in POSITIVE],
@@ -52,6 +57,7 @@ def check(config: Config) -> None:
         if broken:
             raise UserError(message)
     check_colour(config.data.alpha_background)
+    check_monitors(names_of(config.log.report_to))
 
 
 def check_data(data: DataConfig) -> None:
@@ -252,3 +258,13 @@ def is_shift(text: str) -> bool:
         return text in ("none", "resolution") or float(text) > 0
     except ValueError:
         return False
+
+
+def check_monitors(names: list[str]) -> None:
+    """Raise UserError for a monitor that there is not, or whose package is missing."""
+    for name in names:
+        if name not in MONITORS:
+            raise UserError(f"--report_to {name}: expected {', '.join(MONITORS)}")
+        package = MONITORS[name]
+        if package and importlib.util.find_spec(package) is None:
+            raise UserError(f"--report_to {name} needs a package: pip install {package}")

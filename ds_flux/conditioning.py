@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_flux import runtime
+from ds_flux.clock import Clocked, unclocked
 from ds_flux.data.cache import TextCache
 from ds_flux.data.images import RawBatch
 from ds_flux.data.schedule import SampleKey
@@ -40,6 +41,8 @@ class Conditioner:
     """features from here instead of the encoders, which are gone"""
     group: SequenceGroup | None = None
     """ranks that are given the same batches, and encode them together"""
+    clock: Clocked = unclocked
+    """counts what both kinds of encoders take"""
 
     @torch.no_grad()
     def __call__(self, raw: RawBatch) -> Batch:
@@ -57,11 +60,14 @@ class Conditioner:
         if raw.are_latents:
             (mean, *references), spread = raw.images, raw.spread
         else:
-            (mean, spread), *others = self.encode_images(raw.images)
+            with self.clock("autoencoder"):
+                (mean, spread), *others = self.encode_images(raw.images)
             references = [other for other, _ in others]
         latents = mean if self.posterior_seed is None else drawn(mean, spread, raw.keys, self.posterior_seed)
         on_device = tuple(reference.to(self.device) for reference in references)
-        return Batch(latents.to(self.device), self.encode_text(raw.prompts), on_device)
+        with self.clock("text_engine"):
+            text = self.encode_text(raw.prompts)
+        return Batch(latents.to(self.device), text, on_device)
 
     @torch.no_grad()
     def encode_images(self, images: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:

@@ -15,6 +15,7 @@ from ds_flux.sections import (
     CheckpointConfig,
     DataConfig,
     FlowConfig,
+    LogConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -39,6 +40,7 @@ class Config:
     checkpoint: CheckpointConfig
     validation: ValidationConfig
     zero: ZeroConfig
+    log: LogConfig
 
     def flat(self) -> dict[str, Any]:
         """{flag: value} of every section."""

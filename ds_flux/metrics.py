@@ -5,9 +5,9 @@ import math
 import os
 import resource
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,31 +18,36 @@ from tqdm import tqdm
 from ds_flux.mlperf import MlperfLog
 
 NUM_SIGMA_BINS = 8
+NUM_TOTALS = 4  # loss, images, tokens, 1e12 floating-point operations
 
 
 class LossSums:
-    """Loss of one optimizer step, summed over its micro steps; one vector, so one all-reduce makes it global."""
+    """What one optimizer step was, summed over its micro steps; one vector, so one all-reduce makes it global."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(2 + 2 * NUM_SIGMA_BINS, device=device)
+        self.sums = torch.zeros(NUM_TOTALS + 2 * NUM_SIGMA_BINS, device=device)
 
-    def add(self, loss: Tensor, sigma: Tensor, weights: Tensor) -> None:
+    def add(self, loss: Tensor, sigma: Tensor, weights: Tensor, num_tokens: int = 0, num_flops: int = 0) -> None:
         """Count the per-sample losses (B,) of one micro step at their sigma (B,); stays on the device, so nobody waits.
 
         Args:
             weights: (B,), 0 for a sample that does not count, else 1.
+            num_tokens: of all samples together.
+            num_flops: of all samples together.
         """
         loss = loss.detach().float() * weights
         bins = (sigma * NUM_SIGMA_BINS).long().clamp(max=NUM_SIGMA_BINS - 1)
         self.sums[0] += loss.sum()
         self.sums[1] += weights.sum()
-        self.sums[2 : 2 + NUM_SIGMA_BINS].index_add_(0, bins, loss)
-        self.sums[2 + NUM_SIGMA_BINS :].index_add_(0, bins, weights)
+        self.sums[2] += num_tokens
+        self.sums[3] += num_flops / 1e12
+        self.sums[NUM_TOTALS : NUM_TOTALS + NUM_SIGMA_BINS].index_add_(0, bins, loss)
+        self.sums[NUM_TOTALS + NUM_SIGMA_BINS :].index_add_(0, bins, weights)
 
     @staticmethod
     def figures(sums: Tensor) -> dict[str, float]:
-        """{name: value} of sums that were added over all ranks: the mean loss, and the loss of each sigma bin."""
-        totals, counts = sums[2 : 2 + NUM_SIGMA_BINS].tolist(), sums[2 + NUM_SIGMA_BINS :].tolist()
+        """{name: value} of sums that were added over all ranks, and perhaps steps: the loss, and that of each sigma bin."""
+        totals, counts = (part.tolist() for part in sums[NUM_TOTALS:].chunk(2))
         by_bin = {
             f"loss_by_sigma/{i / NUM_SIGMA_BINS:.3f}": total / count
             for i, (total, count) in enumerate(zip(totals, counts))
@@ -61,13 +66,27 @@ def host_memory_gib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+class Monitor(Protocol):
+    """Where figures go as well: one of DeepSpeed's monitors, or several."""
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        """(name, value, step) of each figure."""
+
+
 class MetricsWriter:
     """Rank 0's outlets; on other ranks every call does nothing."""
 
-    def __init__(self, output_dir: Path, first_step: int, last_step: int, active: bool, mlperf: MlperfLog) -> None:
-        self.active, self.mlperf = active, mlperf
+    def __init__(
+        self,
+        output_dir: Path,
+        first_step: int,
+        last_step: int,
+        active: bool,
+        mlperf: MlperfLog,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.active, self.mlperf, self.monitor = active, mlperf, monitor
         self.trouble: str | None = None
-        self.last_time_s = time.perf_counter()
         if not active:
             return
         logs = output_dir / "logs"
@@ -77,34 +96,30 @@ class MetricsWriter:
         self.board = SummaryWriter(logs, purge_step=first_step + 1 if first_step else None)
         self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
 
+    def advance(self, shown: dict[str, str]) -> None:
+        """Move the bar by a step."""
+        if self.active:
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update()
+
     def write(self, step: int, figures: dict[str, float]) -> None:
-        """Record the figures of an optimizer step, null for what is not finite; adds images per second.
+        """Record figures after a step, null for what is not finite.
 
         A disk that is full does not end the run: what is lost is said once.
         """
         if not self.active:
             return
-        now_s = time.perf_counter()
-        step_s = now_s - self.last_time_s - figures.get("validation_s", 0.0)
-        figures = {**figures, "images_per_s": figures["num_images"] / step_s}
-        self.record(step, figures)
-        self.last_time_s = time.perf_counter()
-        self.bar.set_postfix(loss=f"{figures['loss']:.4f}", lr=f"{figures['lr']:.2e}", refresh=False)
-        self.bar.update()
-
-    def record(self, step: int, figures: dict[str, float]) -> None:
-        """Figures of a moment that need not be the end of a step."""
-        if not self.active:
-            return
         finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        numbers = {name: value for name, value in finite.items() if value is not None}
         try:
             if "validation_loss" in figures:
                 self.mlperf.evaluated(step, figures["validation_loss"])
-            for name, value in finite.items():
-                if value is not None:
-                    self.board.add_scalar(name, value, step)
+            for name, value in numbers.items():
+                self.board.add_scalar(name, value, step)
             self.lines.write(json.dumps({"step": step, **finite}) + "\n")
             self.lines.flush()
+            if self.monitor:
+                self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
         except OSError as error:
             if self.trouble is None:
                 self.bar.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on", file=sys.stderr)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ds_flux import UserError, lora, models
 from ds_flux.activations import Pass, measure, measure_whole
 from ds_flux.config import Config, ModelConfig
-from ds_flux.denoiser import denoising_loss
 from ds_flux.families.spec import FluxFamily, TextEncoderSpec
 from ds_flux.flags import names_of
+from ds_flux.flops import loss_on_meta
 from ds_flux.latents import Batch
 from ds_flux.zero.ds_config import ModelSize
 from ds_flux.zero.memory import Weights
@@ -87,11 +87,8 @@ class Outline:
     def loss(self, transformer: nn.Module, side: int, batch_size: int) -> Tensor:
         """The training loss, on meta."""
         with torch.device("meta"):
-            batch, sigma = self.batch(side, batch_size), torch.empty(batch_size)
-            extra = {"guidance": sigma} if self.architecture.has_guidance else {}
-            extra |= {"target_timestep": sigma} if self.architecture.is_flow_map else {}
-            noise = torch.empty_like(batch.latents)
-            return denoising_loss(transformer, self.architecture.family, batch, sigma, noise, extra).mean()
+            batch = self.batch(side, batch_size)
+        return loss_on_meta(transformer, self.architecture, batch)
 
     def measure(self, side: int, batch_size: int, checkpointing: bool) -> Pass:
         """Memory and computation of one micro batch's forward and backward pass.

@@ -21,6 +21,7 @@ from ds_flux import (
     validation,
     wholeness,
 )
+from ds_flux.clock import Clock
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config, OptimConfig
 from ds_flux.data.images import SampleDataset
@@ -28,6 +29,7 @@ from ds_flux.data.schedule import Schedule
 from ds_flux.data.shapes import Shapes
 from ds_flux.data.skipped import SkippedSamples
 from ds_flux.data.stream import StreamSchedule
+from ds_flux.flops import ModelFlops
 from ds_flux.gallery import Gallery
 from ds_flux.latents import WHOLE, TokenShard
 from ds_flux.manifest import Manifest, candidates, check_fits, checkpoints
@@ -59,6 +61,8 @@ class Run:
     ema: Ema | None
     validation: Validation | None
     gallery: Gallery | None
+    clock: Clock
+    flops: ModelFlops
 
 
 def setup(config: Config) -> Run:
@@ -86,6 +90,7 @@ def setup(config: Config) -> Run:
     measured_by = validation.prepare(config, architecture, conditioner, data.held_out)
     shown_in = gallery.prepare(config, architecture, conditioner, group)
     conditioner, samples = caching.prepare(config, conditioner, data.samples)
+    clock = Clock()
     partition_by = ds_config if zero_config.stage_of(ds_config) == 3 else None
     with runtime.together("loading the transformer"):
         transformer = models.build_transformer(architecture, config.model, config.lora, config.run.seed, partition_by, group)
@@ -95,7 +100,7 @@ def setup(config: Config) -> Run:
     return Run(
         config=config,
         engine=engine,
-        conditioner=conditioner,
+        conditioner=replace(conditioner, clock=clock),
         objective=make_objective(config, architecture, group.shard if group else WHOLE),
         samples=samples,
         skipped=SkippedSamples(
@@ -109,6 +114,8 @@ def setup(config: Config) -> Run:
         ema=keep_ema(config.optim, engine, resumed),
         validation=measured_by,
         gallery=shown_in,
+        clock=clock,
+        flops=ModelFlops.of_model(architecture, config.model, config.lora),
     )
 
 

@@ -138,6 +138,13 @@ def all_reduce_max(values: torch.Tensor) -> torch.Tensor:
     return values.cpu()
 
 
+def all_gather(values: torch.Tensor) -> torch.Tensor:
+    """A small tensor of each rank, (ranks, ...)."""
+    everyone = torch.empty(world_size() * values.numel(), dtype=values.dtype, device=device())
+    comm.all_gather_into_tensor(everyone, values.flatten().to(device()))
+    return everyone.view(world_size(), *values.shape).cpu()
+
+
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; a collective."""
     return bool(all_reduce_max(torch.tensor([float(flag)]))[0])
@@ -210,6 +217,11 @@ def on_each_node_first(function: Callable[[], Any], what: str) -> Any:
 def has_accelerator() -> bool:
     """Whether processes compute on something else than the CPU."""
     return get_accelerator().device_name() != "cpu"
+
+
+def device_name() -> str:
+    """What this process's device calls itself; empty for the CPU."""
+    return torch.get_device_module(device()).get_device_name() if has_accelerator() else ""
 
 
 def peak_device_memory_gib() -> float:

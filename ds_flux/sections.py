@@ -300,3 +300,15 @@ class ValidationConfig:
     """save and end as soon as the validation loss is as low as this"""
     mlperf_log: str | None = None
     """file for the events of the run in MLPerf's log format"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """figures"""
+
+    logging_steps: int = 1
+    """optimizer steps between lines of figures, in TensorBoard, logs/metrics.jsonl and --report_to: means of these steps"""
+    report_to: str | list[str] | None = None
+    """DeepSpeed's monitors that get the figures as well: csv, wandb, comet; several: a,b or a list"""
+    peak_tflops: float | None = None
+    """what a device can compute at most, in 1e12 operations a second, to say how much of that is used; default: if known"""

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,46 +18,55 @@ from ds_flux.config import Config
 from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
 from ds_flux.failures import Heart, explained
+from ds_flux.flags import names_of
+from ds_flux.flops import num_tokens
+from ds_flux.interval import Interval, Step
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.mlperf import MlperfLog
 from ds_flux.planned import Planned, advice
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
-from ds_flux.zero import engines
+from ds_flux.speeds import peak_tflops
+from ds_flux.zero import engines, waits
+from ds_flux.zero.monitors import open_monitors
 from ds_flux.zero.weights import num_elements
 
 NUM_NAMED = 5  # samples in a message
 
 
-def train_step(run: Run, batches: Iterator[RawBatch]) -> dict[str, float]:
-    """One optimizer step on every rank; its figures, the same on all of them.
+def train_step(run: Run, batches: Iterator[RawBatch]) -> Step:
+    """One optimizer step on every rank; what it was, the same on all of them.
 
-    It is not taken where the loss or the gradient norm is not finite; the figures say so as `skipped`.
+    It is not taken where the loss or the gradient norm is not finite.
     """
-    accumulation = run.schedule.gradient_accumulation_steps
-    with runtime.together("reading images"):
+    accumulation, clock = run.schedule.gradient_accumulation_steps, run.clock
+    with clock("data_wait"), runtime.together("reading images"):
         raws = [next(batches) for _ in range(accumulation)]
     share = share_that_counts(run, raws)
     losses, of_samples = LossSums(runtime.device()), []
     for micro_step, raw in enumerate(raws):
         batch = run.conditioner(raw)
-        loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
+        with clock("forward"):
+            loss, sigma = run.objective.loss(run.engine, batch, raw.keys)
         weights = raw.weights.to(loss.device)
-        run.engine.backward((loss * weights).mean() / share)
-        losses.add(loss, sigma, weights)
+        with clock("backward"):
+            run.engine.backward((loss * weights).mean() / share)
+        losses.add(loss, sigma, weights, num_tokens(batch), run.flops.of(batch))
         of_samples.append(loss.detach())
         if micro_step < accumulation - 1:
             run.engine.step()  # counts; the optimizer steps at the boundary
     # each of the ranks that share a sequence has counted its samples
-    figures = LossSums.figures(runtime.all_reduce_sum(losses.sums) / run.objective.shard.size)
-    lr, grad_norm = run.engine.get_lr()[0], engines.optimizer_step(run.engine)
-    is_skipped = not math.isfinite(figures["loss"]) or not math.isfinite(grad_norm)
-    if is_skipped:
-        name_what_is_not_finite(run, raws, of_samples, figures["loss"], grad_norm)
+    sums, lr = runtime.all_reduce_sum(losses.sums) / run.objective.shard.size, run.engine.get_lr()[0]
+    with clock("optimizer"):
+        grad_norm = engines.optimizer_step(run.engine)
+    step = Step(sums, lr, grad_norm, is_taken=math.isfinite(sums[0]) and math.isfinite(grad_norm))
+    if not step.is_taken:
+        name_what_is_not_finite(run, raws, of_samples, step.loss, grad_norm)
     elif run.ema:
-        run.ema.update()
-    return {**figures, "lr": lr, "grad_norm": grad_norm, "skipped": is_skipped}
+        with clock("optimizer"):
+            run.ema.update()
+    return step
 
 
 def name_what_is_not_finite(run: Run, raws: list[RawBatch], losses: list[Tensor], loss: float, grad_norm: float) -> None:
@@ -109,21 +119,24 @@ def run_to_the_end(config: Config) -> None:
     """Set up, train, and say what was left out.  A collective."""
     began_s, planned = time.perf_counter(), Planned.start(config)
     run = setup(config)
+    setup_s = time.perf_counter() - began_s
     output_dir = Path(config.run.output_dir)
     runtime.on_main(lambda: record(run, output_dir, planned.facts()), "writing the settings")
-    announce(run, time.perf_counter() - began_s)
-    planned.say()
     mlperf = MlperfLog(config.validation.mlperf_log if runtime.rank() == 0 else None, run.schedule.global_batch_size)
-    writer = MetricsWriter(output_dir, run.first_step, run.last_step, runtime.rank() == 0, mlperf)
+    with runtime.together("opening --report_to"):
+        monitor = open_monitors(names_of(config.log.report_to), output_dir / "logs")
+    writer = MetricsWriter(output_dir, run.first_step, run.last_step, runtime.rank() == 0, mlperf, monitor)
     saver = make_saver(run)
-    with Requests(output_dir) as requests, closing(writer):
+    with Requests(output_dir) as requests, closing(writer), waits.clocked(run.clock):
+        announce(run, setup_s)
+        planned.say()
         mlperf.start(seed=config.run.seed, opt_base_learning_rate=config.optim.learning_rate)
         try:
             mlperf.stop(is_reached=loop(run, saver, writer, requests))
         except UserError:  # known to all ranks: what is being written can still be completed
             saver.finish()
             raise
-    planned.compare(*memory_peaks().values())
+    planned.compare(*runtime.all_reduce_max(torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])).tolist())
     if run.skipped.reasons:
         runtime.log(f"{len(run.skipped.reasons)} samples were left out: {run.skipped.path}")
 
@@ -141,9 +154,10 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
 
     While steps are not taken there are no checkpoints, and at the end none is deleted: the weights may be spoilt since before.
     """
-    steps, num_skipped, is_reached = (run.first_step, run.last_step), 0, False
+    steps, num_skipped = (run.first_step, run.last_step), 0
     if run.validation and run.first_step == 0:
-        writer.record(0, measure(run))
+        writer.write(0, measure(run))
+    interval = Interval(run.clock, peak_tflops_of(run.config))
     is_asked = lambda: requests.number != 0  # noqa: E731
     for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
         run = replace(run, conditioner=window.conditioner, samples=window.samples)
@@ -152,18 +166,25 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             if request := requests.agreed():
                 answer(run, saver, step - 1, batches, request)
                 if request.stops:
+                    if interval.steps:
+                        writer.write(step - 1, line(run, interval))
                     return False
             saver.poll()
-            figures = train_step(run, batches)
-            num_skipped = num_skipped + 1 if figures["skipped"] else 0
-            if is_time_to_validate(run, step):
-                figures |= validate(run, step, writer)
-                is_reached = reaches_target(run, figures)
-            writer.write(step, figures | memory_peaks())
+            done = train_step(run, batches)
+            interval.add(done)
+            writer.advance({"loss": f"{done.loss:.4f}", "lr": f"{done.lr:.2e}"})
+            num_skipped = 0 if done.is_taken else num_skipped + 1
+            figures = validate(run, step, writer) if is_time_to_validate(run, step) else {}
+            is_reached, is_spoilt = reaches_target(run, figures), num_skipped == run.config.train.max_skipped_steps
+            if step % run.config.log.logging_steps == 0 or step == run.last_step or is_reached or is_spoilt:
+                figures = line(run, interval) | figures
+            if figures:
+                writer.write(step, figures)
             is_due = step % run.config.checkpoint.checkpointing_steps == 0 and not num_skipped
             if (is_due or step == run.last_step or is_reached) and not run.config.checkpoint.save_nothing:
-                saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
-            if num_skipped == run.config.train.max_skipped_steps:
+                with run.clock("saving"):
+                    saver.save(run.engine, manifest_of(run, step, batches), ema_files(run), deletes=not num_skipped)
+            if is_spoilt:
                 raise UserError(
                     f"{num_skipped} steps in a row were not finite (--max_skipped_steps): the weights are those of step "
                     f"{step - num_skipped}; resume with a lower --learning_rate, or without those samples"
@@ -180,22 +201,33 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
     return False
 
 
+def line(run: Run, interval: Interval) -> dict[str, Any]:
+    """The figures since the last line.  A collective."""
+    return {**interval.figures(), "skipped_samples": len(run.skipped.reasons)}
+
+
+def peak_tflops_of(config: Config) -> float | None:
+    """Of a device at the run's precision, if it is given or known."""
+    known = peak_tflops(runtime.device_name()) if config.model.mixed_precision == "bf16" else None
+    return config.log.peak_tflops or known
+
+
 def is_time_to_validate(run: Run, step: int) -> bool:
-    """After this step; always after the last."""
+    """After this step, if there is anything to validate; always after the last."""
     every = run.config.validation.validation_steps or run.config.checkpoint.checkpointing_steps
-    return step % every == 0 or step == run.last_step
+    return (run.validation or run.gallery) is not None and (step % every == 0 or step == run.last_step)
 
 
 def validate(run: Run, step: int, writer: MetricsWriter) -> dict[str, float]:
-    """Measure and show the weights and their average; returns the figures, and how long it took.  A collective."""
-    began_s = time.perf_counter()
-    figures = measure(run) if run.validation else {}
-    if run.gallery and not (step == run.last_step and run.config.run.skip_final_inference):
-        writer.show(step, "samples", run.gallery.show(run.engine, f"step-{step}"))
-        if run.ema:
-            with run.ema.swapped():
-                writer.show(step, "samples_ema", run.gallery.show(run.engine, f"step-{step}-ema"))
-    return {**figures, "validation_s": time.perf_counter() - began_s} if run.validation or run.gallery else {}
+    """Measure and show the weights and their average; returns the figures.  A collective."""
+    with run.clock("validation"):
+        figures = measure(run) if run.validation else {}
+        if run.gallery and not (step == run.last_step and run.config.run.skip_final_inference):
+            writer.show(step, "samples", run.gallery.show(run.engine, f"step-{step}"))
+            if run.ema:
+                with run.ema.swapped():
+                    writer.show(step, "samples_ema", run.gallery.show(run.engine, f"step-{step}-ema"))
+    return figures
 
 
 def measure(run: Run) -> dict[str, float]:
@@ -211,13 +243,7 @@ def measure(run: Run) -> dict[str, float]:
 def reaches_target(run: Run, figures: dict[str, float]) -> bool:
     """Whether the validation loss is low enough to end; the same on every rank, as it is a sum over all."""
     target = run.config.validation.target_validation_loss
-    return target is not None and figures["validation_loss"] <= target
-
-
-def memory_peaks() -> dict[str, float]:
-    """Of the rank that has the highest.  A collective."""
-    peaks = torch.tensor([peak_host_memory_gib(), runtime.peak_device_memory_gib()])
-    return dict(zip(("peak_host_memory_gib", "peak_device_memory_gib"), runtime.all_reduce_max(peaks).tolist()))
+    return target is not None and "validation_loss" in figures and figures["validation_loss"] <= target
 
 
 def manifest_of(run: Run, step: int, batches: Batches) -> Manifest:

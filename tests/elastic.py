@@ -34,7 +34,8 @@ def setup(name: str, argv: list[str]) -> Run:
 def steps(run: Run, first: int, last: int) -> list[dict[str, float]]:
     """The figures of steps first + 1 .. last."""
     batches = Batches(run.samples, run.schedule.micro_batches(first, last))
-    return [trainer.train_step(run, batches) for _ in range(first, last)]
+    done = [trainer.train_step(run, batches) for _ in range(first, last)]
+    return [{"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr} for step in done]
 
 
 def trained(run: Run) -> Iterator[tuple[str, Any]]:

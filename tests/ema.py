@@ -70,7 +70,7 @@ def follow(argv: list[str], path: str, source: str | None, num_steps: int) -> No
         if step == 1:
             trained = [p for p in run.engine.module.parameters() if p.requires_grad]
             poison = trained[-1].register_hook(lambda gradient: gradient * torch.nan)
-        skipped.append(bool(trainer.train_step(run, batches)["skipped"]))
+        skipped.append(not trainer.train_step(run, batches).is_taken)
         if poison:
             poison.remove()
         else:

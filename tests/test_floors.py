@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving", "speeds", "clock"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming", "nodes"],
-    ["requests", "failures", "keep", "disks", "findings"],
+    ["requests", "failures", "keep", "disks", "findings", "interval"],
     [
         "families.spelling",
         "families.spec",
@@ -57,10 +57,12 @@ FLOORS = [
         "zero.nvme",
         "zero.elastic",
         "zero.ema",
+        "zero.waits",
+        "zero.monitors",
         "lora",
     ],
     ["models", "conditioning", "denoiser", "export", "merge", "foreign"],
-    ["compare", "fingerprints"],
+    ["compare", "fingerprints", "flops"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
     ["validation", "sampling"],
     ["gallery"],
@@ -73,12 +75,15 @@ FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "ti
 WALLS = {  # third-party package -> the only modules that may import it
     "deepspeed": {
         "runtime",
+        "clock",
         "probe",
         "zero.ds_config",
         "zero.weights",
         "zero.engines",
         "zero.elastic",
         "zero.ema",
+        "zero.waits",
+        "zero.monitors",
         "zero.sequence_parallel",
         "zero.blocks",
         "zero.machine",

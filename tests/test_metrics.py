@@ -51,5 +51,5 @@ def test_a_run_that_diverges_ends_before_it_spoils_a_checkpoint(
     assert done.status == 2
     assert "3 steps in a row were not finite" in done.errors and "resume with a lower --learning_rate" in done.errors
     rows = metrics(tmp_path / "run")
-    assert [row["skipped"] for row in rows[-3:]] == [True] * 3 and not rows[-4]["skipped"]
+    assert [row["skipped"] for row in rows[-3:]] == [1] * 3 and not rows[-4]["skipped"]
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{len(rows) - 3}"]
