@@ -34,7 +34,10 @@ class ModelFlops:
         return ModelFlops(transformer, architecture)
 
     def of(self, batch: Batch) -> int:
-        """Of a batch; measured on meta, in a fraction of a second, when its shapes are met for the first time."""
+        """Of a batch; measured on meta, in a fraction of a second, when its shapes are met for the first time.
+
+        Attention counts as fused kernels compute it, which take the product of queries and keys once more in the backward pass.
+        """
         one = Batch(
             batch.latents[:1].to("meta"),
             {name: features[:1].to("meta") for name, features in batch.text.items()},

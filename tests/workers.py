@@ -276,3 +276,30 @@ def tensors_of(engine: Any) -> dict[str, int]:
             found["host"] = in_host + gradients + sum(2 * master.nbytes for master in masters) + moments
     owned = {tensor.data_ptr() for tensor in masters} - {p.ds_tensor.data_ptr() for p in parameters if hasattr(p, "ds_tensor")}
     return {**found, "optimizer": sum(m.nbytes for m in masters if m.data_ptr() in owned) + moments}
+
+
+def wait_for_a_late_rank(folder: str) -> None:
+    """Write what a rank waits in collectives to which rank 1 comes half a second late."""
+    import json
+    import time
+
+    import torch
+    from deepspeed.comm import comm
+
+    from ds_flux import runtime
+    from ds_flux.clock import Clock
+    from ds_flux.zero import waits
+
+    clock, before, waited = Clock(), comm.cdb.all_reduce, {}
+    with waits.clocked(clock):
+        for name, is_async in (("at_once", False), ("started", True)):
+            comm.barrier()
+            clock.read()
+            if runtime.rank() == 1:
+                time.sleep(0.5)
+            work = comm.all_reduce(torch.ones(3), async_op=is_async)
+            if work is not None and is_async:
+                work.wait()
+            waited[name] = clock.read()[waits.PART]
+    waited["is_as_before"] = comm.cdb.all_reduce == before
+    Path(f"{folder}/{runtime.rank()}.json").write_text(json.dumps(waited))

@@ -106,9 +106,9 @@ def main() -> None:
         spent_s, step_s, num_clocks = (sum(step[key] for step in steps) for key in ("spent_s", "step_s", "num_clocks"))
         clocks_s = num_clocks * found["one_clock_s"]
         print(
-            f"rank {number}: {step_s / len(steps):.2f} s of CPU time in a step; figures {100 * (spent_s + clocks_s) / step_s:.2f} % "
-            f"(of it {num_clocks / len(steps):.0f} clocks of {1e6 * found['one_clock_s']:.1f} us: {100 * clocks_s / step_s:.2f} %); "
-            f"in the first step {first['spent_s']:.2f} s once"
+            f"rank {number}: {step_s / len(steps):.2f} s of CPU time in a step; figures "
+            f"{100 * (spent_s + clocks_s) / step_s:.2f} %, of which {num_clocks / len(steps):.0f} clocks of "
+            f"{1e6 * found['one_clock_s']:.1f} us {100 * clocks_s / step_s:.2f} %; in the first step {first['spent_s']:.2f} s once"
         )
 
 
