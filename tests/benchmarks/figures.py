@@ -108,7 +108,7 @@ def main() -> None:
         print(
             f"rank {number}: {step_s / len(steps):.2f} s of CPU time in a step; figures "
             f"{100 * (spent_s + clocks_s) / step_s:.2f} %, of which {num_clocks / len(steps):.0f} clocks of "
-            f"{1e6 * found['one_clock_s']:.1f} us {100 * clocks_s / step_s:.2f} %; in the first step {first['spent_s']:.2f} s once"
+            f"{1e6 * found['one_clock_s']:.1f} us {100 * clocks_s / step_s:.2f} %; once {first['spent_s']:.2f} s"
         )
 
 
