@@ -6,7 +6,7 @@ from PIL import ImageColor
 
 from ds_flux import UserError
 from ds_flux.config import Config, DataConfig, LoraConfig, ModelConfig, OptimConfig, TrainConfig, ValidationConfig
-from ds_flux.flags import names_of
+from ds_flux.flags import names_of, steps_of
 
 Rules = list[tuple[bool, str]]  # whether it is broken, and what to say then
 
@@ -58,6 +58,7 @@ def check(config: Config) -> None:
             raise UserError(message)
     check_colour(config.data.alpha_background)
     check_monitors(names_of(config.log.report_to))
+    steps_of("--profile", config.log.profile)
 
 
 def check_data(data: DataConfig) -> None:

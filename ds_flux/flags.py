@@ -125,3 +125,13 @@ def names_of(value: str | list[str] | None) -> list[str]:
     """ "a, b" or ["a", "b"] -> ["a", "b"]."""
     parts = value.split(",") if isinstance(value, str) else value or []
     return [part.strip() for part in parts]
+
+
+def steps_of(flag: str, asked: str | None) -> tuple[int, int] | None:
+    """ "5" or "5-7" -> the first and the last step; None: none.  Raises UserError."""
+    if asked is None:
+        return None
+    first, _, last = str(asked).partition("-")
+    if not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
+        raise UserError(f"{flag} {asked}: expected a step, or the first and the last one, as in 5-7")
+    return int(first), int(last or first)

@@ -312,3 +312,5 @@ class LogConfig:
     """DeepSpeed's monitors that get the figures as well: csv, wandb, comet; several: a,b or a list"""
     peak_tflops: float | None = None
     """what a device can compute at most, in 1e12 operations a second, to say how much of that is used; default: if known"""
+    profile: str | None = None
+    """look into a step, or several, as in 5-7: a trace of each rank, and a page, profile/profile.md in the run's folder"""

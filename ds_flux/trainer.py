@@ -18,13 +18,14 @@ from ds_flux.config import Config
 from ds_flux.data.images import Batches, RawBatch
 from ds_flux.data.stream import StreamSchedule
 from ds_flux.failures import Heart, explained
-from ds_flux.flags import names_of
+from ds_flux.flags import names_of, steps_of
 from ds_flux.flops import num_tokens
 from ds_flux.interval import Interval, Step
 from ds_flux.manifest import MANIFEST, Manifest, write_atomically
 from ds_flux.metrics import LossSums, MetricsWriter, peak_host_memory_gib
 from ds_flux.mlperf import MlperfLog
 from ds_flux.planned import Planned, advice
+from ds_flux.profiling import Profiler
 from ds_flux.requests import Request, Requests, command_to_go_on
 from ds_flux.run import Run, setup
 from ds_flux.speeds import peak_tflops
@@ -149,6 +150,17 @@ def make_saver(run: Run) -> checkpoint.Saver:
     )
 
 
+def make_profiler(run: Run) -> Profiler:
+    """What looks into the steps of --profile that this run has."""
+    asked = steps_of("--profile", run.config.log.profile)
+    steps = (max(asked[0], run.first_step + 1), min(asked[1], run.last_step)) if asked else None
+    if steps and steps[0] > steps[1]:
+        runtime.log(f"--profile {run.config.log.profile}: these steps are not among those to come")
+        steps = None
+    folder = Path(run.config.run.output_dir) / "profile"
+    return Profiler(steps, folder, run.engine.module, not run.config.model.compile)
+
+
 def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Requests) -> bool:
     """Step after step, to the last one or until it is asked to stop; returns whether --target_validation_loss was reached.
 
@@ -157,7 +169,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
     steps, num_skipped = (run.first_step, run.last_step), 0
     if run.validation and run.first_step == 0:
         writer.write(0, measure(run))
-    interval = Interval(run.clock, peak_tflops_of(run.config))
+    interval, profiler = Interval(run.clock, peak_tflops_of(run.config)), make_profiler(run)
     is_asked = lambda: requests.number != 0  # noqa: E731
     for window in rolling.windows(run.config, run.schedule, run.conditioner, run.samples, steps, is_asked):
         run = replace(run, conditioner=window.conditioner, samples=window.samples)
@@ -170,7 +182,8 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
                         writer.write(step - 1, line(run, interval))
                     return False
             saver.poll()
-            done = train_step(run, batches)
+            with profiler.looking(step):
+                done = train_step(run, batches)
             interval.add(done)
             writer.advance({"loss": f"{done.loss:.4f}", "lr": f"{done.lr:.2e}"})
             num_skipped = 0 if done.is_taken else num_skipped + 1
