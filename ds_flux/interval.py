@@ -1,6 +1,7 @@
 """The figures of a line: what has happened on all ranks since the last one."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +45,13 @@ class Interval:
     def __init__(self, clock: Clock, peak_tflops: float | None) -> None:
         self.clock, self.peak_tflops = clock, peak_tflops
         self.steps: list[Step] = []
+        self.times: Counter[str] = Counter()
         self.began_s = time.perf_counter()
 
     def add(self, step: Step) -> None:
-        """Count a step."""
+        """Count a step that has just been."""
         self.steps.append(step)
+        self.times.update(self.clock.read())
 
     def figures(self) -> dict[str, Any]:
         """The line, and begin anew.  A collective.
@@ -58,15 +61,14 @@ class Interval:
         """
         steps = [step for step in self.steps if step.is_taken] or self.steps[-1:]
         sums = torch.stack([step.sums.double() for step in steps]).sum(0)
-        parts = self.clock.read()
-        table = runtime.all_gather(
-            torch.tensor([*(parts.get(part, 0.0) for part in PARTS), peak_host_memory_gib(), runtime.peak_device_memory_gib()])
-        )
+        self.times.update(self.clock.read())
+        mine = [*(self.times[part] for part in PARTS), peak_host_memory_gib(), runtime.peak_device_memory_gib()]
+        table = runtime.all_gather(torch.tensor(mine))
         ended_s, num_steps = time.perf_counter(), len(self.steps)
         times = dict(zip(PARTS, (table.mean(0)[: len(PARTS)] / num_steps).tolist()))
         step_s = (ended_s - self.began_s) / num_steps - times["validation"]
         num_skipped = sum(not step.is_taken for step in self.steps)
-        self.steps, self.began_s = [], ended_s
+        self.steps, self.times, self.began_s = [], Counter(), ended_s
         return {
             **LossSums.figures(sums),
             "lr": steps[-1].lr,
