@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving", "progress"],
+    ["chatter"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming", "nodes"],
     ["requests", "failures", "keep", "disks", "findings"],
     [
@@ -83,12 +84,14 @@ WALLS = {  # third-party package -> the only modules that may import it
         "zero.blocks",
         "zero.machine",
         "checkpoint",
-    },  # probe: the accelerator
+        "chatter",
+    },  # probe: the accelerator; chatter: its logger
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "zero.sequence_parallel", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
+    "tqdm": {"progress"},
     "matplotlib": {"tune", "report"},
 }
 ORDER = [module for floor in FLOORS for module in floor]
