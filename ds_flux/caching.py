@@ -258,9 +258,8 @@ def fill_latents(
     at_once = min(IMAGES_AT_ONCE, math.ceil(len(missing) / runtime.world_size()))
     batches = grouped(missing, pictures.samples.sizes_of, lambda sizes: max(1, min(at_once, PIXELS_AT_ONCE // largest(sizes))))
     share = batches[runtime.rank() :: runtime.world_size()]
-    in_turns = [
-        sum(map(len, batches[turn : turn + runtime.world_size()])) for turn in range(0, len(batches), runtime.world_size())
-    ]
+    num_ranks = runtime.world_size()
+    in_turns = [sum(map(len, batches[first : first + num_ranks])) for first in range(0, len(batches), num_ranks)]
     num_workers = pictures.samples.config.dataloader_num_workers
     with (
         runtime.together("encoding the images"),

@@ -91,7 +91,7 @@ WALLS = {  # third-party package -> the only modules that may import it
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
-    "tqdm": {"progress"},
+    "tqdm": {"progress", "metrics"},
     "matplotlib": {"tune", "report"},
 }
 ORDER = [module for floor in FLOORS for module in floor]

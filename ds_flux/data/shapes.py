@@ -123,9 +123,8 @@ def caption_lengths(
     """
     indices = range(0, len(source), 1 if every else max(1, len(source) // MAX_LOOKED_AT))
     lengths: list[tuple[int, ...]] = []
-    for start in progress.bar(
-        range(0, len(indices), CHUNK), desc="count tokens", unit="chunk", disable=len(indices) < 10 * CHUNK
-    ):
+    starts = range(0, len(indices), CHUNK)
+    for start in progress.bar(starts, desc="count tokens", unit="chunk", disable=len(starts) < 10):
         captions = [captions_of(source, config, index) for index in indices[start : start + CHUNK]]
         counts = iter(count_tokens([text for texts in captions for text in texts]))
         lengths += [tuple(islice(counts, len(texts))) for texts in captions]
