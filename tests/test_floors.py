@@ -65,9 +65,9 @@ FLOORS = [
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
     ["validation", "sampling"],
     ["gallery"],
-    ["run", "rolling", "plan"],
+    ["run", "rolling", "plan", "report"],
     ["planned", "trials"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune", "report"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
