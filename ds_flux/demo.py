@@ -205,7 +205,8 @@ def recognised_shares(run: Path) -> dict[int, float]:
     for (path, digit), found in zip(wanted.items(), seen, strict=True):
         right[int(path.parent.name.removeprefix("step-"))].append(found == digit)
     shares = {step: sum(right[step]) / len(right[step]) for step in sorted(right)}
-    record_shares(run / "logs/scores.jsonl", shares)
+    if shares:
+        record_shares(run / "logs/scores.jsonl", shares)
     return shares
 
 
