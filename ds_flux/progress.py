@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -50,8 +50,15 @@ class Lines(Bar):
     """A line every ten seconds, for logs: tqdm's own place for other displays (`gui`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, gui=True, mininterval=LINE_EVERY_S)
+        super().__init__(*args, **kwargs, gui=True, mininterval=LINE_EVERY_S, miniters=1)
         self.next_line_s = time.monotonic() + LINE_EVERY_S
+
+    def __iter__(self) -> Iterator[Any]:
+        """Count one by one, where tqdm counts when it draws: a line that somebody else causes says the number of now."""
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update()
 
     @property
     def format_dict(self) -> dict[str, Any]:
