@@ -31,7 +31,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib>=3.9"],
-        "demo": ["scikit-learn>=1.5"],
+        "demo": ["scikit-learn>=1.5", "matplotlib>=3.9"],
         "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "matplotlib>=3.9", "ruff"],
     },
     entry_points={"console_scripts": ["ds-flux = ds_flux.__main__:run"]},

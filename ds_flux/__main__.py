@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 
-from ds_flux import UserError, __version__, travel
+from ds_flux import UserError, __version__, chatter, travel
 
 
 def train(argv: list[str]) -> int:
@@ -15,6 +15,7 @@ def train(argv: list[str]) -> int:
     from ds_flux import checks, commands, config
 
     settings, command = config.load(argv, "ds-flux train", commands.TrainCommand)
+    chatter.settle(settings.run.verbose)
     checks.check(settings)
     from ds_flux import dry_run, runtime, trainer  # slow to import: only once the flags are known to be right
 
@@ -32,6 +33,7 @@ def plan(argv: list[str]) -> int:
     from ds_flux import commands, config, flags
 
     settings, command = config.load(argv, "ds-flux plan", commands.PlanCommand)
+    chatter.settle(settings.run.verbose)
     from ds_flux import plan_report
 
     print(plan_report.report(settings, command, next(iter(flags.values_of(argv, "--config")), None)))
@@ -43,6 +45,7 @@ def tune(argv: list[str]) -> int:
     from ds_flux import checks, commands, config
 
     settings, command = config.load(argv, "ds-flux tune", commands.TuneCommand)
+    chatter.settle(settings.run.verbose)
     checks.check(settings)
     from ds_flux import tune as module
 
@@ -69,6 +72,7 @@ def precompute(argv: list[str]) -> int:
     from ds_flux import checks, commands, config
 
     settings, _ = config.load(argv, "ds-flux precompute", commands.PrecomputeCommand)
+    chatter.settle(settings.run.verbose)
     checks.check(settings)
     from ds_flux import precompute as module
     from ds_flux import runtime
@@ -83,6 +87,7 @@ def sample(argv: list[str]) -> int:
     from ds_flux import commands, config
 
     settings, command = config.load(argv, "ds-flux sample", commands.SampleCommand)
+    chatter.settle(settings.run.verbose)
     from ds_flux import runtime, sampler
 
     sampler.sample(settings, command)
@@ -95,6 +100,7 @@ def doctor(argv: list[str]) -> int:
     from ds_flux import checks, commands, config
 
     settings, command = config.load(argv, "ds-flux doctor", commands.DoctorCommand)
+    chatter.settle(settings.run.verbose)
     if command.data:
         checks.check_data(settings.data)
     from ds_flux import doctor as module
@@ -113,6 +119,7 @@ def report(argv: list[str]) -> int:
 
 def demo(argv: list[str]) -> int:
     """write a small FLUX.1 and a data set of handwritten digits; score what a run made of them"""
+    chatter.settle(is_verbose=False)
     from ds_flux import demo as module
 
     return module.main(argv)

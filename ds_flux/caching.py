@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
-from ds_flux import fingerprints, runtime
+from ds_flux import fingerprints, progress, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
 from ds_flux.data.cache import LatentCache, TextCache
@@ -94,7 +93,7 @@ def grouped(items: list[Any], kind: Callable[[Any], Hashable], num: Callable[[An
 def distinct_prompts(source: Source, config: Config) -> list[str]:
     """Every prompt that a visit may have: all captions with what goes in front of them, and the empty prompt."""
     prompts = {""}
-    for index in tqdm(range(len(source)), desc="collect the prompts", disable=runtime.rank() > 0 or len(source) < 1000):
+    for index in progress.bar(range(len(source)), desc="collect the prompts", unit="sample"):
         try:
             texts = texts_of(source.caption(index))
         except (BadSample, OSError, ValueError):
@@ -146,8 +145,11 @@ def fill_text(
     missing = runtime.on_main(lambda: sorted(store.missing(wanted)), f"looking at {store.folder}")
     runtime.log(f"{len(wanted) - len(missing)} of {len(wanted)} prompts are in {store.folder}")
     batches = prompts_in_batches(conditioner, missing)
-    with store.writer(f"rank-{runtime.rank()}") as writer:
-        for turn in tqdm(range(0, len(batches), runtime.world_size()), desc="encode the prompts", disable=runtime.rank() > 0):
+    with (
+        store.writer(f"rank-{runtime.rank()}") as writer,
+        progress.bar(total=len(missing), desc="encode the prompts", unit="prompt") as bar,
+    ):
+        for turn in range(0, len(batches), runtime.world_size()):
             if stopped and runtime.any_rank(stopped()):
                 break
             batch = next(iter(batches[turn + runtime.rank() :]), [])  # nothing of its own left, and still it calls
@@ -158,6 +160,7 @@ def fill_text(
             with runtime.together("writing the features"):
                 for place, prompt in enumerate(batch):
                     writer.add(prompt, wanted[prompt], {name: value[place] for name, value in features.items()})
+            bar.update(sum(map(len, batches[turn : turn + runtime.world_size()])))
         with runtime.together("writing the features"):
             writer.flush()
     store.refresh()
@@ -255,15 +258,22 @@ def fill_latents(
     at_once = min(IMAGES_AT_ONCE, math.ceil(len(missing) / runtime.world_size()))
     batches = grouped(missing, pictures.samples.sizes_of, lambda sizes: max(1, min(at_once, PIXELS_AT_ONCE // largest(sizes))))
     share = batches[runtime.rank() :: runtime.world_size()]
+    num_ranks = runtime.world_size()
+    in_turns = [sum(map(len, batches[first : first + num_ranks])) for first in range(0, len(batches), num_ranks)]
     num_workers = pictures.samples.config.dataloader_num_workers
-    with runtime.together("encoding the images"), cache.store.writer(f"rank-{runtime.rank()}") as writer:
+    with (
+        runtime.together("encoding the images"),
+        cache.store.writer(f"rank-{runtime.rank()}") as writer,
+        progress.bar(total=len(missing), desc="encode the images", unit="image") as bar,
+    ):
         loader = DataLoader(pictures, batch_sampler=share, collate_fn=stacked, num_workers=num_workers)
-        for keys_here, fingerprints, images, troubles in tqdm(loader, desc="encode the images", disable=runtime.rank() > 0):
+        for (keys_here, fingerprints, images, troubles), num in zip(loader, in_turns):
             if stopped and stopped():
                 break
             records = encoded(conditioner, images)
             for key, fingerprint, (latents, spread), trouble in zip(keys_here, fingerprints, records, troubles):
                 cache.write(writer, key, fingerprint, latents, spread, trouble)
+            bar.update(num)  # the other ranks are about as far
     cache.store.refresh()
 
 

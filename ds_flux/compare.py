@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
-from ds_flux import UserError
+from ds_flux import UserError, progress
 from ds_flux.merge import read_base, weight_files
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -51,7 +50,8 @@ def not_finite(folder: Path) -> list[str]:
     """What is to be said of tensors with a value that is infinite or no number."""
     tensors = read_base(folder, "--verify")[2]
     wrong = []
-    with tqdm(total=sum(tensor.numel for tensor in tensors), unit=" values", unit_scale=True, desc="verify") as bar:
+    total = sum(tensor.numel for tensor in tensors)
+    with progress.bar(total=total, unit=" values", unit_scale=True, desc="verify") as bar:
         for tensor in tensors:
             bad = 0
             for chunk in (chunk for piece in tensor.pieces for chunk in piece.chunks()):

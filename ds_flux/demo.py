@@ -6,6 +6,7 @@ are random, the tokenizers are built from the captions' words, the autoencoder i
 
 import json
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from jsonargparse import ArgumentParser
 from PIL import Image
 
-from ds_flux import UserError
+from ds_flux import UserError, report
 from ds_flux.families import stock, tiny, tiny_autoencoder
 from ds_flux.flags import check_known, parse
-from ds_flux.manifest import find
+from ds_flux.manifest import find, write_atomically
 from ds_flux.models import initial_weight
 
 DIGITS = "zero one two three four five six seven eight nine".split()
@@ -37,7 +38,7 @@ class DemoConfig:
     output_dir: str = "demo"
     """where to write model/, digits/ and run.yaml, or where they are"""
     score: str | None = None
-    """instead of writing: score this consolidated transformer folder with the stock pipeline"""
+    """instead of writing: score this consolidated transformer folder with the stock pipeline, and the samples of the run"""
     began: int | None = None
     """with --score: when the whole demo began, in seconds since 1970, to report how long it took"""
     autoencoder_steps: int = 250
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     check_known([config.family], tiny.TINY, "--family")
     folder = Path(config.output_dir)
     if config.score:
-        print_report(report(config.family, folder, Path(config.score), config.seed, config.began))
+        print_outcome(outcome(config.family, folder, Path(config.score), config.seed, config.began))
         return 0
     images, labels = digits()
     write_model(config.family, folder / "model", images, config.autoencoder_steps, config.seed)
@@ -109,6 +110,12 @@ lr_warmup_steps: 50
 proportion_empty_prompts: 0.0
 checkpointing_steps: 500
 checkpoints_total_limit: 2
+validation_fraction: 0.05
+validation_steps: 100
+validation_sigmas: 4
+validation_prompt: {json.dumps([caption(digit) for digit in range(10)])}
+num_validation_images: 2
+num_validation_inference_steps: 6
 """
 
 
@@ -130,14 +137,22 @@ def random_transformer(name: str, folder: Path, seed: int) -> None:
     transformer.save_pretrained(folder / "transformer")
 
 
-def report(name: str, folder: Path, transformer: Path, seed: int, began: int | None) -> dict[str, Any]:
-    """What the run of the demo came to; losses are means over the first and the last 20 steps."""
+def outcome(name: str, folder: Path, transformer: Path, seed: int, began: int | None) -> dict[str, Any]:
+    """What the run of the demo came to, with its page; losses are means over the first and the last 20 steps."""
     recognised, grid = score(name, folder, transformer, seed)
-    losses = [json.loads(line)["loss"] for line in (folder / "out/logs/metrics.jsonl").read_text().splitlines()]
+    run = folder / "out"
+    shares = list(recognised_shares(run).values())
+    rows = report.lines_of(run / "logs/metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]  # there is none before the first step
+    validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
+    page = report.write(run)
     return {
         "digits_recognised": recognised,
         "loss_first": round(sum(losses[:20]) / 20, 4),
         "loss_last": round(sum(losses[-20:]) / 20, 4),
+        **first_and_last("validation_loss", validation),
+        **first_and_last("recognised_share", shares),
+        "report": str(page),
         "seconds": round(time.time() - began) if began else None,
         "checkpoint": str(find(folder / "out")),
         "transformer": str(transformer),
@@ -145,14 +160,22 @@ def report(name: str, folder: Path, transformer: Path, seed: int, began: int | N
     }
 
 
-def print_report(figures: dict[str, Any]) -> None:
+def first_and_last(name: str, values: list[float]) -> dict[str, float]:
+    """Of a figure that was taken now and then."""
+    return {f"{name}_first": round(values[0], 4), f"{name}_last": round(values[-1], 4)} if values else {}
+
+
+def print_outcome(figures: dict[str, Any]) -> None:
     """For a person, then the same as one line of JSON."""
+    for name in ("loss", "validation_loss", "recognised_share"):
+        if f"{name}_first" in figures:
+            print(f"{name.replace('_', ' ')} {figures[f'{name}_first']} -> {figures[f'{name}_last']}")
     print(
-        f"loss {figures['loss_first']} -> {figures['loss_last']}\n"
         f"{figures['digits_recognised']} of {NUM_SCORED} generated digits are recognised as the digit asked for\n"
         f"look at them:          {figures['grid']}\n"
         f"ZeRO checkpoint:       {figures['checkpoint']}\n"
-        f"diffusers transformer: {figures['transformer']}"
+        f"diffusers transformer: {figures['transformer']}\n"
+        f"the run on one page:   {figures['report']}"
     )
     print(json.dumps(figures))
 
@@ -170,6 +193,28 @@ def score(name: str, folder: Path, transformer: Path, seed: int) -> tuple[int, P
     seen = classify(images, labels, made)
     save_grid(made, num_each, folder / "digits.png")
     return sum(a == b for a, b in zip(wanted, seen)), folder / "digits.png"
+
+
+def recognised_shares(run: Path) -> dict[int, float]:
+    """{step: the share of the digits shown then that are recognised}; also written into logs/scores.jsonl, beside others."""
+    asked = {caption(digit): digit for digit in range(len(DIGITS))}
+    shown = {path: report.text_of(path) for path in run.glob("samples/step-*/*.png") if not path.parent.name.endswith("-ema")}
+    wanted = {path: asked[prompt] for path, prompt in shown.items() if prompt in asked}
+    seen = classify(*digits(), [Image.open(path) for path in wanted]) if wanted else []
+    right: dict[int, list[bool]] = defaultdict(list)
+    for (path, digit), found in zip(wanted.items(), seen, strict=True):
+        right[int(path.parent.name.removeprefix("step-"))].append(found == digit)
+    shares = {step: sum(right[step]) / len(right[step]) for step in sorted(right)}
+    if shares:
+        record_shares(run / "logs/scores.jsonl", shares)
+    return shares
+
+
+def record_shares(path: Path, shares: dict[int, float]) -> None:
+    """Write the lines of this score anew, and leave those of others as they are."""
+    others = [row for row in report.lines_of(path) if "recognised_share" not in row]
+    rows = others + [{"step": step, "recognised_share": round(share, 4)} for step, share in shares.items()]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def classify(images: list[Image.Image], labels: list[int], made: list[Image.Image]) -> list[int]:

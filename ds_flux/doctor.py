@@ -12,9 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from ds_flux import findings, hostfile, nodes, travel
+from ds_flux import findings, hostfile, nodes, progress, travel
 from ds_flux.commands import DoctorCommand
 from ds_flux.config import Config, DataConfig, ModelConfig
 from ds_flux.data.captions import texts_of
@@ -55,7 +53,7 @@ def check_data(config: DataConfig) -> DataReport:
     num_references = 0
     with (
         ThreadPoolExecutor(max(1, config.dataloader_num_workers)) as pool,
-        tqdm(total=total, desc="look at the data") as bar,
+        progress.bar(total=total, desc="look at the data", unit="sample") as bar,
     ):
         while some := list(islice(samples, SAMPLES_AT_ONCE)):
             for (source, index), found in zip(some, pool.map(lambda sample: look(sample[0], config, sample[1]), some)):

@@ -11,9 +11,8 @@ from datetime import datetime
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from tqdm import tqdm
 
-from ds_flux import UserError
+from ds_flux import UserError, progress
 from ds_flux.flags import parse
 from ds_flux.manifest import MANIFEST, NAME, Manifest, check_contents, lacking, parse_manifest, step_of
 
@@ -173,7 +172,7 @@ def verify(shelf: Shelf) -> int:
     """Read every file; print what is damaged, and return 2 if anything is."""
     findings = [examine(folder) for folder in shelf.checkpoints]
     total = sum(sum(finding.manifest.files.values()) for finding in findings if finding.manifest)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify") as bar:
+    with progress.bar(total=total, unit="B", unit_scale=True, desc="verify") as bar:
         damaged = {finding.folder: damages(finding, bar) for finding in findings}
     for folder, lines in damaged.items():
         for line in lines:
@@ -188,7 +187,7 @@ def verify(shelf: Shelf) -> int:
     return 0 if num_whole == len(findings) else 2
 
 
-def damages(finding: Finding, bar: tqdm) -> list[str]:
+def damages(finding: Finding, bar: progress.Bar) -> list[str]:
     """What is to be said of a checkpoint, and of each file that is there and does not hold what was written."""
     found = list(finding.lacks)
     manifest = finding.manifest

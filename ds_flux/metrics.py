@@ -4,7 +4,6 @@ import json
 import math
 import os
 import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
+from ds_flux import progress
 from ds_flux.mlperf import MlperfLog
 
 NUM_SIGMA_BINS = 8
@@ -94,12 +93,13 @@ class MetricsWriter:
         keep_lines_before(logs / "metrics.jsonl", first_step)
         self.lines = (logs / "metrics.jsonl").open("a")
         self.board = SummaryWriter(logs, purge_step=first_step + 1 if first_step else None)
-        self.bar = tqdm(total=last_step, initial=first_step, desc="train", unit="step", dynamic_ncols=True)
+        self.bar = progress.bar(total=last_step, initial=first_step, desc="train", unit="step")
 
-    def advance(self, shown: dict[str, str]) -> None:
+    def advance(self, loss: float, num_images: float) -> None:
         """Move the bar by a step."""
         if self.active:
-            self.bar.set_postfix(shown, refresh=False)
+            rate = self.bar.format_dict["rate"] or 0.0
+            self.bar.set_postfix({"loss": f"{loss:.4f}", "images/s": f"{rate * num_images:.3g}"}, refresh=False)
             self.bar.update()
 
     def write(self, step: int, figures: dict[str, float]) -> None:
@@ -122,7 +122,7 @@ class MetricsWriter:
                 self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
         except OSError as error:
             if self.trouble is None:
-                self.bar.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on", file=sys.stderr)
+                progress.write(f"ds-flux: the figures cannot be written: {error.strerror}; training goes on")
             self.trouble = str(error)
 
     def show(self, step: int, name: str, image: np.ndarray) -> None:

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ds_flux import UserError, assemble
+from ds_flux import UserError, assemble, progress
 from ds_flux.activations import Pass
 from ds_flux.config import Config
 from ds_flux.outline import Outline
@@ -222,7 +222,7 @@ class Planner:
         """Under each of these DeepSpeed configs and the run's own.  Raises UserError where the run's own cannot be."""
         own = Setting.of(self.config)
         rows, refused, others = [self.row(own)], {}, []
-        for path in variants:
+        for path in progress.bar(variants, desc="plan", unit="config", leave=False):
             if path == own.deepspeed_config:
                 continue
             try:

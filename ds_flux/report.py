@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,30 +42,40 @@ class Recorded:
     skipped: Rows
     plan: dict[str, float] | None
     """what was expected of a process"""
+    scores: Rows
+    """of scores.jsonl: what samples were worth, by whatever judges"""
 
     def series(self, *names: str) -> Series:
         """Of each figure the steps that have it, and what it was; one that was not finite is left out."""
-        found = {}
-        for name in names:
-            points = [(int(row["step"]), row[name]) for row in self.rows if row.get(name) is not None]
-            if points:
-                found[name] = ([step for step, _ in points], [value for _, value in points])
-        return found
+        return series_of(self.rows, names)
 
     def names(self, prefix: str) -> list[str]:
         """Of the figures that begin so."""
         return sorted({name for row in self.rows for name in row if name.startswith(prefix)})
 
 
-def report(run: Path, path: Path) -> int:
-    """Write the page of the run in a folder.  Raises UserError where there is none."""
-    recorded = read(run)
+def series_of(rows: Rows, names: Iterable[str]) -> Series:
+    """Of each figure the steps of the rows that have it, and what it was there."""
+    found = {}
+    for name in names:
+        points = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            found[name] = ([step for step, _ in points], [value for _, value in points])
+    return found
+
+
+def write(run: Path, output: Path | None = None) -> Path:
+    """Write the page of the run in a folder, by default into that folder; returns where it is.
+
+    Raises:
+        UserError: there is no run, or the page cannot be written.
+    """
+    recorded, path = read(run), output or run / "report.html"
     try:
         write_atomically(path, page(recorded))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    print(path)
-    return 0
+    return path
 
 
 def main(argv: list[str]) -> int:
@@ -73,8 +84,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=str, help="folder of the run")
     parser.add_argument("--output", type=str, help="the page; default: report.html in the run's folder")
     settings = parse(parser, argv)
-    run = Path(settings.run)
-    return report(run, Path(settings.output) if settings.output else run / "report.html")
+    print(write(Path(settings.run), Path(settings.output) if settings.output else None))
+    return 0
 
 
 def read(run: Path) -> Recorded:
@@ -89,6 +100,7 @@ def read(run: Path) -> Recorded:
         rows=lines_of(figures),
         skipped=lines_of(run / "skipped.jsonl"),
         plan=json.loads(plan.read_text()) if plan.is_file() else None,
+        scores=lines_of(run / "logs/scores.jsonl"),
     )
 
 
@@ -112,6 +124,8 @@ def summary(recorded: Recorded) -> str:
     for name, (steps, values) in recorded.series("loss", "validation_loss", "validation_loss_ema").items():
         span = f"{values[0]:.4f} at step {steps[0]}, {values[-1]:.4f} at step {steps[-1]}"
         facts.append((name, f"{span}; lowest {min(values):.4f} at step {steps[values.index(min(values))]}"))
+    for name, (steps, values) in scored(recorded.scores).items():
+        facts.append((name, f"{values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"))
     speeds = sorted(row["images_per_s"] for row in recorded.rows[1:] if row.get("images_per_s"))
     if speeds:
         facts.append(("images per second", f"{speeds[len(speeds) // 2]:.3g} (median of the steps)"))
@@ -134,6 +148,7 @@ def charts(recorded: Recorded) -> str:
         ("Training loss by noise level", smoothed(by_sigma, also_raw=False)),
         ("Validation loss", recorded.series("validation_loss", "validation_loss_ema")),
         ("Validation loss by noise level", validation),
+        *((in_words(name), {name: points}) for name, points in scored(recorded.scores).items()),
         ("Gradient norm before clipping", smoothed(recorded.series("grad_norm"))),
         ("Learning rate", recorded.series("lr")),
         ("Images per second", recorded.series("images_per_s")),
@@ -141,6 +156,20 @@ def charts(recorded: Recorded) -> str:
     ]
     drawn = "".join(f"<figure>{chart(title, series)}</figure>" for title, series in figures if series)
     return f"<h2>Curves</h2>{drawn}"
+
+
+def scored(scores: Rows) -> Series:
+    """Every figure of the scores, step by step; of two at one step the later one counts."""
+    latest: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in scores:
+        latest[int(row["step"])] |= {name: value for name, value in row.items() if isinstance(value, int | float)}
+    rows = [latest[step] for step in sorted(latest)]
+    return series_of(rows, sorted({name for row in rows for name in row} - {"step"}))
+
+
+def in_words(name: str) -> str:
+    """A figure's name as a title."""
+    return name.replace("_", " ").capitalize()
 
 
 def smoothed(series: Series, also_raw: bool = True) -> Series:

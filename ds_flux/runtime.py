@@ -6,13 +6,11 @@ whatever only one rank notices (a signal) is agreed with `any_rank` before anyon
 
 import ctypes
 import gc
-import logging
+import io
 import os
 import socket
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,9 @@ import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from tqdm import tqdm
 
-from ds_flux import UserError
-
-
-def env_rank() -> int:
-    """This process's rank as the launcher set it; known before the group is."""
-    return int(os.environ.get("RANK", 0))
+from ds_flux import UserError, chatter, progress
+from ds_flux.progress import env_rank
 
 
 def env_world_size() -> int:
@@ -55,10 +48,9 @@ def init(timeout_s: int = 1800) -> None:
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     keep_heap_small()
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls collectives by names that torch renamed: nothing a user can act on
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
+    # DeepSpeed prints that its kernels are there
+    with nullcontext() if chatter.is_everything_shown() else redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(verbose=chatter.is_everything_shown(), timeout=timedelta(seconds=timeout_s))
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     unname_shared_memory()
 
@@ -116,7 +108,7 @@ def device() -> torch.device:
 def log(message: str) -> None:
     """A line for the user, from rank 0, that does not tear the progress bar."""
     if env_rank() == 0:
-        tqdm.write(f"ds-flux: {message}", file=sys.stderr)
+        progress.write(f"ds-flux: {message}")
 
 
 def barrier() -> None:

@@ -1,13 +1,14 @@
 """Images from prompts by the stock pipelines: each rank makes its share, and all call the transformer equally often."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
-from ds_flux import UserError, models, runtime
+from ds_flux import UserError, models, progress, runtime
 from ds_flux.conditioning import Conditioner
 from ds_flux.data.decode import BadSample, open_image
 from ds_flux.data.images import ReferenceRules, upright
@@ -52,12 +53,17 @@ class Sampler:
         Raises:
             UserError: the pipeline refuses the request.
         """
-        null_text, num = self.text_of(""), len(self.shots.prompts)
-        for turn in range(-(-num // runtime.world_size())):
-            number = turn * runtime.world_size() + runtime.rank()
-            text = self.text_of(self.shots.prompts[min(number, num - 1)])  # nothing left to make, and still it calls
-            image = self.image(transformer, text, null_text, number)
-            yield number, image if number < num else None
+        null_text, num, num_steps = self.text_of(""), len(self.shots.prompts), self.shots.num_inference_steps
+        num_turns = -(-num // runtime.world_size())
+        with progress.bar(total=num_turns * num_steps, desc="sample", unit="step", leave=False) as bar:
+            for turn in range(num_turns):
+                number = turn * runtime.world_size() + runtime.rank()
+                text = self.text_of(self.shots.prompts[min(number, num - 1)])  # nothing left to make, and still it calls
+                with each_step(transformer, bar.update):
+                    image = self.image(transformer, text, null_text, number)
+                bar.update((turn + 1) * num_steps - bar.n)  # whatever steps there were
+                bar.set_postfix_str(f"{min(num, (turn + 1) * runtime.world_size())} of {num} images")
+                yield number, image if number < num else None
 
     def image(self, transformer: Any, text: Features, null_text: Features, number: int) -> Image.Image:
         """One, by the stock pipeline."""
@@ -71,13 +77,31 @@ class Sampler:
             guidance_scale=self.shots.guidance_scale,
             is_distilled=self.is_distilled,
             generator=sample_generator(self.seed, number, 0, "noise"),
-            show_progress=runtime.rank() == 0,
         )
         components = {"transformer": transformer, "vae": self.autoencoder, "scheduler": self.scheduler}
         try:
             return self.family.sample(components, request)
         except ValueError as error:  # what the pipeline checks: the same on every rank, for all have the same request
             raise UserError(f"the pipeline refuses: {' '.join(str(error).split())}") from None
+
+
+@contextmanager
+def each_step(transformer: Any, tell: Callable[[], Any]) -> Iterator[None]:
+    """Call `tell` with each step of a sampler: where the transformer is asked for another time; guidance asks twice for one."""
+    time = None
+
+    def look(_module: Any, _inputs: Any, arguments: dict[str, Any]) -> None:
+        nonlocal time
+        now = arguments["timestep"].flatten()[0].item()
+        if now != time:
+            tell()
+        time = now
+
+    hook = transformer.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def encode(conditioner: Conditioner, prompt: str) -> Features:

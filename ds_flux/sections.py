@@ -16,6 +16,8 @@ class RunConfig:
     """a process that does not answer for so long ends the run"""
     skip_final_inference: bool = False
     """make no images of --validation_prompt after the last step"""
+    verbose: bool = False
+    """show all that DeepSpeed and the other libraries say of themselves, and not only their warnings"""
 
 
 @dataclass(frozen=True, kw_only=True)

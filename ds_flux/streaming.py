@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+
+from ds_flux import progress
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 CHUNK_NUMEL = 1 << 20
@@ -157,12 +158,12 @@ def write_shards(folder: Path, name: str, tensors: list[TensorPieces], dtype: to
 def write_files(folder: Path, files: dict[str, list[TensorPieces]], dtype: torch.dtype) -> None:
     """Safetensors files with a progress bar over all of them."""
     total = sum(tensor.num_bytes(dtype) for tensors in files.values() for tensor in tensors)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="consolidate") as bar:
+    with progress.bar(total=total, unit="B", unit_scale=True, desc="consolidate") as bar:
         for name, tensors in files.items():
             write_safetensors(folder / name, tensors, dtype, bar)
 
 
-def write_safetensors(path: Path, tensors: list[TensorPieces], dtype: torch.dtype, bar: tqdm) -> None:
+def write_safetensors(path: Path, tensors: list[TensorPieces], dtype: torch.dtype, bar: progress.Bar) -> None:
     """One safetensors file (format: github.com/huggingface/safetensors), its header first, then chunk after chunk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

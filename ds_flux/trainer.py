@@ -185,7 +185,7 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             with profiler.looking(step):
                 done = train_step(run, batches)
             interval.add(done)
-            writer.advance({"loss": f"{done.loss:.4f}", "lr": f"{done.lr:.2e}"})
+            writer.advance(done.loss, done.sums[1].item())
             num_skipped = 0 if done.is_taken else num_skipped + 1
             figures = validate(run, step, writer) if is_time_to_validate(run, step) else {}
             is_reached, is_spoilt = reaches_target(run, figures), num_skipped == run.config.train.max_skipped_steps

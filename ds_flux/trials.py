@@ -18,7 +18,7 @@ from typing import Any
 from ds_flux.config import Config
 from ds_flux.manifest import write_atomically
 from ds_flux.plan import Machine, Setting
-from ds_flux.runtime import free_port
+from ds_flux.runtime import free_port, log
 from ds_flux.sections import ValidationConfig
 
 ERROR = re.compile(r"\b\w+(Error|Exception): ")  # the last line of a traceback
@@ -64,6 +64,15 @@ class Result:
     said: str = ""
     """the end of what a failed trial said"""
 
+    @property
+    def words(self) -> str:
+        """As a line tells it."""
+        micro = f"{self.gradient_accumulation_steps} x {self.train_batch_size} images"
+        checkpointing = " with gradient checkpointing" if self.gradient_checkpointing else ""
+        came_to = f"{self.images_per_s:.3g} images/s with {self.peak_gib:.3g} GiB" if self.status == "ok" else self.status
+        settings = f"{self.deepspeed_config}{f' {self.zero}' if self.zero else ''}, {micro}{checkpointing}"
+        return f"{settings}, {self.num_steps} steps: {came_to}, in {self.wall_s:.0f} s"
+
 
 class Trials:
     """Runs trials, and keeps their results in a file: what is there already is not run again."""
@@ -86,6 +95,7 @@ class Trials:
             self.results[key] = self.run(candidate, num_steps)
             lines = [json.dumps(asdict(result)) + "\n" for result in self.results.values()]
             write_atomically(self.path, "".join(lines))
+            log(f"trial {len(self.results)}: {self.results[key].words}")
         result = self.results[key]
         return result.images_per_s if result.status == "ok" else 0.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_flux import UserError, caching, inputs, models, runtime
+from ds_flux import UserError, caching, inputs, models, progress, runtime
 from ds_flux.caching import grouped
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
@@ -52,7 +52,7 @@ class Validation:
         loader = Batches(self.samples, [[(sample, 0) for sample in samples] for samples, _ in self.batches])
         engine.eval()
         with torch.no_grad():
-            for _, fills in self.batches:
+            for _, fills in progress.bar(self.batches, desc="validate", unit="step", leave=False):
                 with runtime.together("reading the validation samples"):
                     raw = next(loader)
                 bad += [str(one) for one in raw.bad]

@@ -5,7 +5,7 @@
 #
 # Makes .venv, a small FLUX.1 and a data set of handwritten digits; trains with two ZeRO-3 processes, parameters and
 # optimizer offloaded, T5 in a ZeRO-3 engine of its own; stops half-way and resumes; consolidates; samples with diffusers'
-# FluxPipeline.  The last line is one JSON object.
+# FluxPipeline; writes the run's page (ds-flux report).  The last line is one JSON object.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-out/quickstart}
@@ -18,7 +18,7 @@ began=$(date +%s)
 echo "== 1/5 a small FLUX.1 and 1,797 handwritten digits"
 OMP_NUM_THREADS=2 ds-flux demo --output_dir "$folder"
 
-train=(deepspeed --num_accelerators 2 --module ds_flux train
+train=(deepspeed --log_level warning --num_accelerators 2 --module ds_flux train
     --config "$folder/run.yaml" --deepspeed_config ds_configs/zero3_offload.json)
 
 echo "== 2/5 training, to be stopped by SIGTERM after 300 steps: a checkpoint is written, nothing is lost"
@@ -36,5 +36,5 @@ echo "== 3/5 going on from there"
 echo "== 4/5 ZeRO checkpoint -> safetensors"
 ds-flux consolidate "$folder/out" "$folder/transformer"
 
-echo "== 5/5 100 digits from diffusers' FluxPipeline, shown to a classifier that was trained on the real ones"
+echo "== 5/5 100 digits from diffusers' FluxPipeline, and the samples of the run, shown to a classifier that knows the real ones"
 OMP_NUM_THREADS=2 ds-flux demo --output_dir "$folder" --score "$folder/transformer" --began "$began"

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def environment() -> dict[str, str]:
     """One thread for each rank, on the CPU, and no network."""
-    quiet = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    quiet = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **quiet, "PYTHONPATH": str(ROOT)}
 
 

@@ -81,11 +81,12 @@ def test_only_what_changed_is_encoded_again(assets: Assets, tmp_path: Path) -> N
     own = dict(dataset_name=None, caption_column=None, instance_data_dir=images, random_flip=None, center_crop="true")
     own |= dict(cache_dir=tmp_path / "cache", train_batch_size=1)
     said = []
-    changes = [{}, {}, {"resolution": 48}]
+    changes = [{}, {}, {"resolution": 48, "verbose": "true"}]
     for number, change in enumerate(changes):
         done = launch(2, "ds_flux", "precompute", *assets.flags(tmp_path / "run", **{**own, **change}))
         assert done.returncode == 0, done.stderr[-3000:]
         said.append(done.stderr)
+        assert ("init_distributed" in done.stdout) == ("verbose" in change), "what DeepSpeed says of itself"
         if number == 0:
             Image.new("RGB", (40, 40), (1, 2, 3)).save(images / "2.png")
             (images / "3.txt").write_text("a handwritten nine")

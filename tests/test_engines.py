@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import Assets
 from tests.distributed import ROOT, environment, launch, launch_command, metrics, run_jobs
+from tests.test_progress import check_nobody_else_speaks
 
 
 def test_loading_text_engine_and_agreement(assets: Assets, tmp_path: Path) -> None:
@@ -82,7 +83,11 @@ def test_a_stopped_run_is_saved_and_goes_on(assets: Assets, tmp_path: Path) -> N
     wait_until(lambda: [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{second}"], process, log)
 
     flags["max_train_steps"] = second + 2
+    flags |= {"validation_prompt": "a handwritten one", "num_validation_inference_steps": 1}
     done = launch(2, "ds_flux", "train", *assets.flags(run, resume_from_checkpoint="latest", **flags))
     assert done.returncode == 0, done.stderr[-3000:]
+    check_nobody_else_speaks(done.stderr)
+    of_the_launcher = ("[launch.py:", "[runner.py:")
+    assert all(any(mark in line for mark in of_the_launcher) for line in done.stdout.splitlines()), done.stdout
     assert [row["step"] for row in metrics(run)] == list(range(1, second + 3))
     assert [path.name for path in run.glob("checkpoint-*")] == [f"checkpoint-{second + 2}"]

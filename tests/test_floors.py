@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "ds_flux"
 FLOORS = [
-    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving", "speeds", "clock"],
+    ["flags", "commands", "sections", "mlperf", "hostfile", "travel", "halving", "speeds", "progress"],
+    ["chatter", "clock"],
     ["config", "flow", "latents", "randomness", "runtime", "metrics", "manifest", "streaming", "nodes"],
     ["requests", "failures", "keep", "disks", "findings", "interval"],
     [
@@ -67,9 +68,9 @@ FLOORS = [
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
     ["validation", "sampling"],
     ["gallery"],
-    ["run", "rolling", "plan"],
+    ["run", "rolling", "plan", "report"],
     ["planned", "trials"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune", "report"],
+    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
@@ -90,12 +91,14 @@ WALLS = {  # third-party package -> the only modules that may import it
         "zero.blocks",
         "zero.machine",
         "checkpoint",
-    },  # probe: the accelerator
+        "chatter",
+    },  # probe: the accelerator; chatter: its logger
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "zero.sequence_parallel", "flow", "assemble"},
     "transformers": {*FAMILY_MODULES, "models"},
     "peft": {"lora"},
     "sklearn": {"demo"},
+    "tqdm": {"progress", "metrics"},
     "matplotlib": {"tune", "report"},
 }
 ORDER = [module for floor in FLOORS for module in floor]

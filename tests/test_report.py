@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from ds_flux.report import chart, smoothed
+from ds_flux import demo
+from ds_flux.gallery import as_png
+from ds_flux.report import chart, scored, smoothed
 from tests.conftest import Assets
 from tests.test_errors import one_line
 
@@ -41,6 +43,12 @@ def run(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "deepspeed_config": assets.ds_config(0),
     }  # fmt: skip
     run_jobs(1, [assets.flags(folder / "run", **flags)], folder)
+    scores = [
+        {"step": 2, "clip_score": 20.0, "by": "<u>someone"},
+        {"step": 2, "clip_score": 21.5},
+        {"step": 3, "clip_score": 25.25},
+    ]
+    (folder / "run/logs/scores.jsonl").write_text("".join(json.dumps(score) + "\n" for score in scores))
     (folder / "run/skipped.jsonl").write_text(json.dumps({"sample": 1, "name": "<i>a.png", "reason": "empty"}) + "\n")
     return folder / "run"
 
@@ -56,7 +64,8 @@ def test_the_page_shows_what_was_recorded(run: Path, run_main: Any) -> None:
     assert {"<b>zero</b>", "<i>a.png"} <= set(re.findall(r"<b>zero</b>|<i>a.png", page.text)), "text, and no markup"
     tags = [tag for tag, _ in page.tags]
     assert "b" not in tags and "i" not in tags and "script" not in tags and "link" not in tags
-    assert tags.count("svg") == 8
+    assert tags.count("svg") == 9
+    assert "21.5 at step 2, 25.25 at step 3" in page.text, "of two at one step the later one"
     images = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 2 * 4 and all(str(source).startswith("data:image/png;base64,") for source in images)
     assert "step-2-ema" in page.text and "learning_rate" in page.text
@@ -79,6 +88,28 @@ def test_no_run_is_one_line(tmp_path: Path, run_main: Any) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/metrics.jsonl").write_text("")
     one_line(run_main("report", tmp_path, "--output", tmp_path / "no/where.html"), "where.html cannot be written")
+
+
+def test_the_digits_of_each_event_are_judged(tmp_path: Path) -> None:
+    """Real digits, one of them under a wrong name; what others have written stays, what is written anew is not doubled."""
+    images, labels = demo.digits()
+    for step, wrong in ((100, 3), (20, 5)):
+        folder = tmp_path / f"samples/step-{step}"
+        folder.mkdir(parents=True)
+        for number in range(10):
+            prompt = demo.caption((labels[10 + number] + (number < wrong)) % 10)
+            (folder / f"{number:04d}.png").write_bytes(as_png(images[10 + number], {"prompt": prompt}))
+    (tmp_path / "samples/step-20/9999.png").write_bytes(as_png(images[0], {"prompt": "a cat"}))
+    (tmp_path / "samples/step-20-ema").mkdir()
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs/scores.jsonl"
+    path.write_text(json.dumps({"step": 20, "fid": 3.5}) + "\n")
+    for _ in range(2):
+        assert demo.recognised_shares(tmp_path) == {20: 0.5, 100: 0.7}
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert rows == [{"step": 20, "fid": 3.5}, {"step": 20, "recognised_share": 0.5}, {"step": 100, "recognised_share": 0.7}]
+    assert scored(rows) == {"fid": ([20], [3.5]), "recognised_share": ([20, 100], [0.5, 0.7])}
+    assert demo.recognised_shares(tmp_path / "nothing") == {}
 
 
 def test_curves() -> None:

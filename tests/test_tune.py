@@ -87,6 +87,7 @@ def test_a_search_of_two_trials(flags: list[str], tmp_path: Path, run_main: RunM
     assert done.status == 0, done.errors
     rows = list(csv.DictReader((tmp_path / "tune/trials.csv").open()))
     assert sorted(row["status"] for row in rows) == ["failed", "ok"]
+    assert "trial 1: " in done.errors and " images/s with " in done.errors and ": failed, in " in done.errors
     failed, ok = sorted(rows, key=lambda row: row["status"])
     assert "gradient_clipping" in failed["said"] and float(ok["images_per_s"]) > 0 and float(ok["peak_gib"]) > 0.1
     assert (tmp_path / "tune/trials.png").read_bytes()[:4] == b"\x89PNG"

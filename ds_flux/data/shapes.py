@@ -8,8 +8,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from PIL import Image
-from tqdm import tqdm
 
+from ds_flux import progress
 from ds_flux.config import DataConfig
 from ds_flux.data.buckets import Buckets
 from ds_flux.data.captions import drawn, texts_of, with_words_in_front
@@ -94,7 +94,7 @@ def look_at_sizes(
     references: list[tuple[Size | None, ...]] = []
     bad: list[Bad] = []
     if wants_images or wants_references:
-        for index in tqdm(range(len(source)), desc="look at the images", disable=len(source) < CHUNK):
+        for index in progress.bar(range(len(source)), desc="look at the images", unit="sample", disable=len(source) < CHUNK):
             if wants_images:
                 images += sizes_of(source.images, source, index, bad) or [(1, 1)]
             if wants_references:
@@ -123,7 +123,8 @@ def caption_lengths(
     """
     indices = range(0, len(source), 1 if every else max(1, len(source) // MAX_LOOKED_AT))
     lengths: list[tuple[int, ...]] = []
-    for start in tqdm(range(0, len(indices), CHUNK), desc="count tokens", disable=len(indices) < 10 * CHUNK):
+    starts = range(0, len(indices), CHUNK)
+    for start in progress.bar(starts, desc="count tokens", unit="chunk", disable=len(starts) < 10):
         captions = [captions_of(source, config, index) for index in indices[start : start + CHUNK]]
         counts = iter(count_tokens([text for texts in captions for text in texts]))
         lengths += [tuple(islice(counts, len(texts))) for texts in captions]

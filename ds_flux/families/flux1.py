@@ -90,7 +90,7 @@ def sample(components: dict[str, Any], request: SampleRequest) -> Image.Image:
         height, width = request.height or reference.height, request.width or reference.width
         arguments |= {"image": reference, "height": height, "width": width}
         arguments |= {"max_area": height * width, "_auto_resize": False}
-    pipeline.set_progress_bar_config(disable=not request.show_progress)
+    pipeline.set_progress_bar_config(disable=True)
     return pipeline(**arguments).images[0]
 
 

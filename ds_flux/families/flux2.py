@@ -90,14 +90,14 @@ def arguments_of(request: SampleRequest) -> dict[str, Any]:
 def sample(components: dict[str, Any], request: SampleRequest) -> Image.Image:
     """By `Flux2Pipeline`; guidance is the distilled value."""
     pipeline = Flux2Pipeline(**components, text_encoder=None, tokenizer=None)
-    pipeline.set_progress_bar_config(disable=not request.show_progress)
+    pipeline.set_progress_bar_config(disable=True)
     return pipeline(**arguments_of(request)).images[0]
 
 
 def sample_klein(components: dict[str, Any], request: SampleRequest) -> Image.Image:
     """By `Flux2KleinPipeline`; guidance is classifier-free, or none where the model is step-distilled."""
     pipeline = Flux2KleinPipeline(**components, text_encoder=None, tokenizer=None, is_distilled=request.is_distilled)
-    pipeline.set_progress_bar_config(disable=not request.show_progress)
+    pipeline.set_progress_bar_config(disable=True)
     null = request.null_text["encoder_hidden_states"]
     return pipeline(**arguments_of(request), negative_prompt_embeds=null).images[0]
 

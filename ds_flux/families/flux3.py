@@ -80,7 +80,7 @@ def sample(components: dict[str, Any], request: SampleRequest) -> Image.Image:
     arguments |= {name: size for name, size in sizes.items() if size is not None}
     if request.references:
         arguments["image"] = request.references
-    pipeline.set_progress_bar_config(disable=not request.show_progress)
+    pipeline.set_progress_bar_config(disable=True)
     return pipeline(**arguments, num_inference_steps=request.num_inference_steps, generator=request.generator, output="images")[
         0
     ]

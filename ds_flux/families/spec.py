@@ -54,7 +54,6 @@ class SampleRequest:
     is_distilled: bool
     """step-distilled: no classifier-free guidance"""
     generator: torch.Generator
-    show_progress: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
+from ds_flux import progress
 from ds_flux.latents import patchify
 
 CONFIG = dict(
@@ -49,7 +49,7 @@ def train(autoencoder: Any, images: list[Image.Image], num_steps: int, batch_siz
     pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]).float() / 127.5 - 1
     optimizer = torch.optim.AdamW(autoencoder.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=max(num_steps, 1))
-    for _ in (bar := tqdm(range(num_steps), desc="train the autoencoder")):
+    for _ in (bar := progress.bar(range(num_steps), desc="train the autoencoder", unit="step")):
         loss = loss_of(autoencoder, pixels[torch.randint(len(pixels), (batch_size,))])
         optimizer.zero_grad()
         loss.backward()

@@ -14,9 +14,8 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
-from tqdm import tqdm
 
-from ds_flux import UserError, runtime
+from ds_flux import UserError, progress, runtime
 from ds_flux.manifest import Manifest
 from ds_flux.streaming import Piece, TensorPieces, between, zeros
 from ds_flux.zero import files, nvme
@@ -124,7 +123,7 @@ def take_over(optimizer: Any, layout: Layout, saved: files.OptimizerState) -> No
     """Bring an optimizer and the weights of this rank to what was saved."""
     numels = optimizer.fp16_partitioned_groups_flat_numel if layout.stage == 3 else map(len, masters_of(optimizer))
     total = sum(numels) * (1 + len(saved.moments))
-    with tqdm(total=total, unit=" elements", unit_scale=True, desc="resume", disable=runtime.rank() != 0) as bar:
+    with progress.bar(total=total, unit=" elements", unit_scale=True, desc="resume") as bar:
         if layout.optimizer_device == "nvme":
             take_over_on_nvme(optimizer, layout, saved, bar)
             return
@@ -137,7 +136,7 @@ def masters_of(optimizer: Any) -> list[Tensor]:
     return optimizer.single_partition_of_fp32_groups
 
 
-def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: tqdm) -> dict[str, Any]:
+def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: progress.Bar) -> dict[str, Any]:
     """What this rank's own file of the new layout would hold; its fp32 weights are the optimizer's own memory, filled."""
     state = optimizer.state_dict()
     base = state[files.BASE_OPTIMIZER[layout.stage]]
@@ -149,7 +148,7 @@ def deal(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: tqdm)
     return state
 
 
-def take_over_on_nvme(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: tqdm) -> None:
+def take_over_on_nvme(optimizer: Any, layout: Layout, saved: files.OptimizerState, bar: progress.Bar) -> None:
     """Group by group through memory, as DeepSpeed's own step goes; its `load_state_dict` knows tensors in memory only."""
     for group in range(len(layout.groups)):
         with nvme.at_hand(optimizer, group) as flat:
@@ -159,7 +158,7 @@ def take_over_on_nvme(optimizer: Any, layout: Layout, saved: files.OptimizerStat
 
 
 def fill_group(
-    flat: Tensor, group: int, layout: Layout, saved: files.OptimizerState, gaps: list[int], bar: tqdm
+    flat: Tensor, group: int, layout: Layout, saved: files.OptimizerState, gaps: list[int], bar: progress.Bar
 ) -> dict[str, Any]:
     """Fill the fp32 weights of a group; returns what the optimizer knows of it besides."""
     moments = {key: torch.zeros_like(flat, requires_grad=False) for key in saved.moments}
@@ -196,7 +195,7 @@ def share(
     return runs
 
 
-def fill(flat: Tensor, runs: list[tuple[int, list[Piece]]], bar: tqdm) -> None:
+def fill(flat: Tensor, runs: list[tuple[int, list[Piece]]], bar: progress.Bar) -> None:
     """Write runs of elements into a flat tensor, piece after piece."""
     for offset, pieces in runs:
         for chunk in (chunk for piece in pieces for chunk in piece.chunks()):

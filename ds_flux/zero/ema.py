@@ -17,9 +17,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
-from tqdm import tqdm
 
-from ds_flux import runtime
+from ds_flux import progress, runtime
 from ds_flux.manifest import Manifest
 from ds_flux.zero import elastic, files
 from ds_flux.zero.ds_config import stage_of
@@ -160,7 +159,7 @@ class Ema:
         masters, layout = masters_of(self.engine), elastic.layout_of(self.engine)
         part = runtime.rank() if layout.stage else 0
         total = sum(flat.numel() for flat in self.flats)
-        with tqdm(total=total, unit=" elements", unit_scale=True, desc="resume EMA", disable=runtime.rank() != 0) as bar:
+        with progress.bar(total=total, unit=" elements", unit_scale=True, desc="resume EMA") as bar:
             for flat, shapes, gaps in zip(self.flats, masters.shapes, masters.gaps, strict=True):
                 tensors = [saved[name] for name in shapes]
                 elastic.fill(flat, elastic.share(tensors, layout, part, flat.numel(), gaps), bar)
