@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoModel, DiffusionPipeline, FluxKontextPipeline, ModularPipeline
+from diffusers.utils import logging
 from PIL import Image
 
 NOT_ASKED_FOR = "prompt_upsampler"  # a step that would rewrite the prompt with another model
@@ -12,6 +13,7 @@ NOT_ASKED_FOR = "prompt_upsampler"  # a step that would rewrite the prompt with 
 
 def load(folder: Path, transformer: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """The pipeline of a model folder, perhaps with another transformer."""
+    logging.disable_progress_bar()  # of the loading
     others = {} if transformer is None else {"transformer": AutoModel.from_pretrained(str(transformer), dtype=dtype)}
     if (folder / "model_index.json").exists():
         pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **others)
