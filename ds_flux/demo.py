@@ -111,7 +111,7 @@ proportion_empty_prompts: 0.0
 checkpointing_steps: 500
 checkpoints_total_limit: 2
 validation_fraction: 0.05
-validation_steps: 100
+validation_steps: 140
 validation_sigmas: 4
 validation_prompt: {json.dumps([caption(digit) for digit in range(10)])}
 num_validation_images: 2

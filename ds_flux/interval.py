@@ -53,6 +53,10 @@ class Interval:
         self.steps.append(step)
         self.times.update(self.clock.read())
 
+    def set_validation_apart(self) -> None:
+        """Count what has been since the step as validation, and its collectives not as the steps'."""
+        self.times["validation"] += self.clock.read()["validation"]
+
     def figures(self) -> dict[str, Any]:
         """The line, and begin anew.  A collective.
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -126,9 +127,13 @@ def summary(recorded: Recorded) -> str:
         facts.append((name, f"{span}; lowest {min(values):.4f} at step {steps[values.index(min(values))]}"))
     for name, (steps, values) in scored(recorded.scores).items():
         facts.append((name, f"{values[0]:.4g} at step {steps[0]}, {values[-1]:.4g} at step {steps[-1]}"))
-    speeds = sorted(row["images_per_s"] for row in recorded.rows[1:] if row.get("images_per_s"))
+    speeds = [row["images_per_s"] for row in recorded.rows[1:] if row.get("images_per_s")]
     if speeds:
-        facts.append(("images per second", f"{speeds[len(speeds) // 2]:.3g} (median of the steps)"))
+        facts.append(("images per second", f"{median(speeds):.3g} (median of the steps)"))
+    parts = {name: values for name, (_, values) in recorded.series(*parts_of_a_step(recorded)).items()}
+    if parts:
+        said = ", ".join(f"{name.partition('/')[2].replace('_', ' ')} {median(values):.3g} s" for name, values in parts.items())
+        facts.append(("parts of a step", f"{said} (medians)"))
     for where in ("device", "host"):
         peaks = [row[f"peak_{where}_memory_gib"] for row in recorded.rows if row.get(f"peak_{where}_memory_gib")]
         planned = (recorded.plan or {}).get(f"{where}_gib")
@@ -152,10 +157,19 @@ def charts(recorded: Recorded) -> str:
         ("Gradient norm before clipping", smoothed(recorded.series("grad_norm"))),
         ("Learning rate", recorded.series("lr")),
         ("Images per second", recorded.series("images_per_s")),
+        ("Tokens per second", recorded.series("tokens_per_s")),
+        ("Computed by each process (1e12 operations per second)", recorded.series("model_tflops_per_s")),
+        ("Share of the device's peak", recorded.series("mfu")),
+        ("Where the time goes (seconds per step)", smoothed(recorded.series(*parts_of_a_step(recorded)), also_raw=False)),
         ("Peak memory (GiB)", recorded.series("peak_host_memory_gib", "peak_device_memory_gib")),
     ]
     drawn = "".join(f"<figure>{chart(title, series)}</figure>" for title, series in figures if series)
     return f"<h2>Curves</h2>{drawn}"
+
+
+def parts_of_a_step(recorded: Recorded) -> list[str]:
+    """What every step has, the whole of it included; saving and validation come now and then."""
+    return [name for name in recorded.names("time_s/") if not name.endswith(("/saving", "/validation"))]
 
 
 def scored(scores: Rows) -> Series:

@@ -187,7 +187,10 @@ def loop(run: Run, saver: checkpoint.Saver, writer: MetricsWriter, requests: Req
             interval.add(done)
             writer.advance(done.loss, done.sums[1].item())
             num_skipped = 0 if done.is_taken else num_skipped + 1
-            figures = validate(run, step, writer) if is_time_to_validate(run, step) else {}
+            figures = {}
+            if is_time_to_validate(run, step):
+                figures = validate(run, step, writer)
+                interval.set_validation_apart()
             is_reached, is_spoilt = reaches_target(run, figures), num_skipped == run.config.train.max_skipped_steps
             if step % run.config.log.logging_steps == 0 or step == run.last_step or is_reached or is_spoilt:
                 figures = line(run, interval) | figures
