@@ -64,7 +64,7 @@ def test_the_page_shows_what_was_recorded(run: Path, run_main: Any) -> None:
     assert {"<b>zero</b>", "<i>a.png"} <= set(re.findall(r"<b>zero</b>|<i>a.png", page.text)), "text, and no markup"
     tags = [tag for tag, _ in page.tags]
     assert "b" not in tags and "i" not in tags and "script" not in tags and "link" not in tags
-    assert tags.count("svg") == 9
+    assert tags.count("svg") == 12
     assert "21.5 at step 2, 25.25 at step 3" in page.text, "of two at one step the later one"
     images = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 2 * 4 and all(str(source).startswith("data:image/png;base64,") for source in images)
