@@ -134,7 +134,7 @@ class EvaluateCommand:
     fid_weights: str | None = None
     """measure FID by Inception with the weights of this file, pt_inception-2015-12-05-6726825d.pth; it is never fetched"""
     fid_dataset: str | None = None
-    """FID compares with these images: a folder, or a data set of the kind of the run's; scaled and cropped as for training"""
+    """FID compares with these images: a folder of them, or a data set as the run reads its own; scaled and cropped as there"""
     fid_statistics: str | None = None
     """instead: with what --save_fid_statistics wrote of them"""
     save_fid_statistics: str | None = None

@@ -198,11 +198,11 @@ def validation_facts(config: Config, measured_by: Validation) -> Facts:
 
 def images_facts(command: EvaluateCommand, sampler: Sampler) -> Facts:
     """How they were made."""
-    shots, from_file = sampler.shots, isinstance(command.prompts, str)
+    shots = sampler.shots
     return {
         "num_images": len(shots.prompts),
         "num_prompts": len(shots.prompts) // command.num_images_per_prompt,
-        "prompts": command.prompts if from_file else "captions of the validation set" if command.prompts is None else "given",
+        "prompts": command.prompts or "captions of the validation set",
         "size": judges.in_words((shots.width, shots.height)),
         "num_inference_steps": shots.num_inference_steps,
         "guidance_scale": shots.guidance_scale,

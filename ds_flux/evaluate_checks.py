@@ -23,7 +23,7 @@ def check(config: Config, command: EvaluateCommand) -> None:
     for name, is_there in FILES.items():
         path = vars(command)[name]
         if path is not None and not is_there(Path(path)):
-            raise UserError(f"--{name} {path}: no such file")
+            raise UserError(f"--{name} {path}: no such file or folder")
     if wants_fid(command):
         fid.check_is_installed()
 

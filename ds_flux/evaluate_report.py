@@ -15,6 +15,7 @@ from ds_flux.sampling import as_png
 
 Facts = dict[str, Any]
 IN_GRID, THUMBNAIL = 64, 256  # images, pixels
+NAMES = {"validation_loss": "validation loss", "clip_score": "CLIP score", "fid": "FID"}
 
 
 @dataclass(frozen=True)
@@ -83,30 +84,22 @@ def add_to_run(run: Path, step: int, figures: dict[str, float]) -> None:
 
 def page(results: Results) -> str:
     """In Markdown."""
-    rows = [f"| {name} | {value:.5g} | {meaning} |" for name, value, meaning in table(results)]
+    facts = results.facts
+    rows = [f"| {NAMES[name]} | {value:.5g} | {facts[name]['meaning']} |" for name, value in results.main_figures.items()]
     lines = [f"# {results.title}", "", "| figure | value | |", "|---|---|---|", *rows]
-    images = results.facts["images"]
-    if images is not None:
-        lines += ["", described(images), "", "![the first images](grid.png)"]
-    if results.facts["fid"] is not None:
-        lines += ["", *notes(results.facts["fid"])]
+    if facts["images"] is not None:
+        lines += ["", described(facts["images"]), "", "![the first images](grid.png)"]
+    if facts["fid"] is not None:
+        lines += ["", *notes(facts["fid"])]
     return "\n".join(lines) + "\n"
-
-
-def table(results: Results) -> list[tuple[str, float, str]]:
-    """(name, value, what it says) of each figure."""
-    facts, rows = results.facts, []
-    for name, value in results.main_figures.items():
-        of = facts[name]
-        rows.append((name.replace("_", " "), value, str(of["meaning"])))
-    return rows
 
 
 def described(images: Facts) -> str:
     """The images in words."""
+    prompts = images["prompts"] if isinstance(images["prompts"], str) else "given"
     guidance = "" if images["guidance_scale"] is None else f", guidance {images['guidance_scale']}"
     return (
-        f"{images['num_images']} images of {images['num_prompts']} prompts ({images['prompts']}), {images['size']}, "
+        f"{images['num_images']} images of {images['num_prompts']} prompts ({prompts}), {images['size']}, "
         f"{images['num_inference_steps']} steps{guidance}, seed {images['seed']}: `images/`"
     )
 

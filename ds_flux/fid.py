@@ -6,12 +6,12 @@ antialiasing, 2048 features.  torchmetrics gives the same with `antialias=False`
 
 import hashlib
 import importlib.util
-import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ FEW = 10_000
 def check_is_installed() -> None:
     """Raise UserError where torch-fidelity is missing."""
     if importlib.util.find_spec("torch_fidelity") is None:
-        raise UserError("FID needs torch-fidelity, which is not installed: pip install 'ds_flux[evaluate]'")
+        raise UserError(
+            "FID needs torch-fidelity, which is not installed: pip install 'ds_flux[evaluate]', or without the "
+            "torchvision that it asks for and is not used here: pip install --no-deps torch-fidelity"
+        )
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def load_inception(path: Path) -> Inception:
     try:
         with only_weights():
             network = FeatureExtractorInceptionV3(VARIANT, [str(NUM_FEATURES)], str(path))
-    except (RuntimeError, OSError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, UnpicklingError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"--fid_weights {path} does not hold the weights of {VARIANT}: {reason}") from None
     return Inception(network, fingerprint_of(network.state_dict()))

@@ -1,14 +1,16 @@
 """What scores the images of a model: CLIP by their prompts, Inception by another set of images."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from ds_flux import UserError, clip, fid, runtime
 from ds_flux.commands import EvaluateCommand
@@ -16,10 +18,12 @@ from ds_flux.config import DataConfig
 from ds_flux.data.buckets import Buckets
 from ds_flux.data.decode import Size
 from ds_flux.data.images import Batches, ImageRules, RawBatch, ReferenceRules, SampleDataset
-from ds_flux.data.sources import open_source
+from ds_flux.data.sources import Source, open_source
 from ds_flux.validation import SEED, data_of
 
 AT_ONCE = 16  # images
+LONG = 10  # turns
+NUM_NAMED = 5  # images in a message
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,10 @@ class FidJudge:
         Args:
             images: {number: file} of this rank, all of one size (width, height).
         """
-        batches = (torch.stack([pixels(Image.open(path)) for path in paths]) for paths in portions(list(images.values())))
-        return fid.distance(fid.statistics(self.inception, batches, in_words(size)), self.reference)
+        turns = portions(list(images.values()), "FID")
+        batches = (torch.stack([pixels(Image.open(path)) for path in paths]) for paths in turns)
+        found = fid.statistics(self.inception, batches, in_words(size))
+        return runtime.on_main(lambda: fid.distance(found, self.reference), "comparing what Inception saw")
 
 
 def clip_score(judge: clip.Clip, images: dict[int, Path], prompts: list[str]) -> float:
@@ -50,7 +56,7 @@ def clip_score(judge: clip.Clip, images: dict[int, Path], prompts: list[str]) ->
         model = judge.load()
     sums = torch.zeros(2, dtype=torch.float64)
     with runtime.together("looking at images for the CLIP score"):
-        for numbers in portions(sorted(images)):
+        for numbers in portions(sorted(images), "CLIP score"):
             shown = [Image.open(images[number]).convert("RGB") for number in numbers]
             scores = judge.scores(model, shown, [prompts[number] for number in numbers])
             sums += torch.stack([scores.sum(), torch.tensor(float(len(numbers)), dtype=torch.float64)])
@@ -94,23 +100,32 @@ def look_at_set(inception: fid.Inception, name: str, data: DataConfig, size: Siz
         UserError: there are none, or too many that cannot be read.
     """
     config = data_of_set(data, name)
-    source = runtime.on_each_node_first(lambda: open_source(config), "opening --fid_dataset")
+    source = runtime.on_each_node_first(lambda: open_set(config), "opening --fid_dataset")
     rules = ImageRules(Buckets({0: (size,)}), ReferenceRules(config.reference_max_pixels, 1, False))
     samples = SampleDataset(source, config, SEED, rules, partial(sizes, size))
-    mine = portions([(number, 0) for number in range(runtime.rank(), len(source), runtime.world_size())])
+    keys = [(number, 0) for number in range(runtime.rank(), len(source), runtime.world_size())]
     bad: list[str] = []
-    found = fid.statistics(inception, usable(Batches(samples, mine), bad), in_words(size))
+    found = fid.statistics(inception, usable(Batches(samples, portions(keys, "look at --fid_dataset")), bad), in_words(size))
     tell(sorted(runtime.gathered(bad)), len(source), config)
     return found
 
 
+def open_set(config: DataConfig) -> Source:
+    """Its images.  Raises UserError."""
+    try:
+        return open_source(config)
+    except UserError as error:
+        raise UserError(f"--fid_dataset: {error}") from None
+
+
 def data_of_set(data: DataConfig, name: str) -> DataConfig:
-    """How --fid_dataset is read: a folder with images in it as that, all else as the run's data are; captions are not read."""
-    without = dict(caption_column=None, cond_image_column=None, instance_prompt="-")
+    """How --fid_dataset is read: a folder with images in it as that, all else as --data_files or --dataset_name would be."""
     folder, known = Path(name).expanduser(), Image.registered_extensions()
-    if folder.is_dir() and any(path.suffix.lower() in known for path in folder.rglob("*")):
-        data = replace(data, dataset_name=None, data_files=None, instance_data_dir=name)
-    return replace(data_of(data, name), **without)
+    is_folder = folder.is_dir() and any(path.suffix.lower() in known for path in folder.rglob("*"))
+    place = "instance_data_dir" if is_folder else "data_files" if data.data_files is not None else "dataset_name"
+    empty = dict.fromkeys(("instance_data_dir", "data_files", "dataset_name", "caption_column", "cond_image_column"))
+    nothing_left_to_chance = data_of(data, None)
+    return replace(nothing_left_to_chance, **{**empty, place: name, "instance_prompt": "-"})  # captions are not read
 
 
 def sizes(size: Size, _key: object) -> tuple[Size, ...]:
@@ -128,7 +143,7 @@ def usable(batches: Iterator[RawBatch], bad: list[str]) -> Iterator[Tensor]:
 
 
 def tell(bad: list[str], num_samples: int, config: DataConfig) -> None:
-    """Name images that are left out.  Raises UserError where they are more than the run's flags allow."""
+    """Of images that are left out.  Raises UserError where they are more than the run's flags allow."""
     if not bad:
         return
     if config.on_bad_sample == "error" or len(bad) > config.max_bad_fraction * num_samples:
@@ -136,8 +151,8 @@ def tell(bad: list[str], num_samples: int, config: DataConfig) -> None:
             f"{len(bad)} of {num_samples} images of --fid_dataset cannot be used (the first: {bad[0]}), more than "
             f"--on_bad_sample {config.on_bad_sample} with --max_bad_fraction {config.max_bad_fraction} allows"
         )
-    for one in bad:
-        runtime.log(f"--fid_dataset: {one}; it is left out")
+    more = f" and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
+    runtime.log(f"--fid_dataset: {len(bad)} of {num_samples} images are left out: {'; '.join(bad[:NUM_NAMED])}{more}")
 
 
 def pixels(image: Image.Image) -> Tensor:
@@ -145,9 +160,10 @@ def pixels(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
-def portions(items: list) -> Iterator[list]:
-    """So many at once."""
-    return (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))
+def portions(items: list[Any], what: str) -> Iterable[list[Any]]:
+    """So many at once, under a progress bar where it takes long."""
+    turns = [items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE)]
+    return tqdm(turns, desc=what, disable=runtime.rank() > 0 or len(turns) < LONG)
 
 
 def in_words(size: Size) -> str:

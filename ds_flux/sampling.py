@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,11 @@ class Sampler:
 
     def write(self, transformer: Any, folder: Path) -> dict[int, Path]:
         """Make the images and write them, one PNG each; {number: file} of this rank.  A collective in every turn."""
-        with runtime.together("making the folder of the images"):
+        with runtime.together("making the folder of the images"), writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, image in self.images(transformer):
-            with runtime.together("writing an image"):
+            with runtime.together("writing an image"), writing(folder):
                 if image is not None:
                     written[number] = folder / f"{number:04d}.png"
                     written[number].write_bytes(as_png(image, self.facts(number)))
@@ -111,6 +112,15 @@ def as_png(image: Image.Image, facts: dict[str, str]) -> bytes:
         info.add_itxt(name, value)
     image.save(file, "PNG", pnginfo=info)
     return file.getvalue()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses inside is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def size_of(height: int | None, width: int | None, default: int | None, grid: int) -> tuple[int | None, int | None]:

@@ -13,8 +13,10 @@ import torch
 from ds_flux import UserError, assemble, disks, fingerprints, lora, models, runtime
 from ds_flux.commands import EvaluateCommand
 from ds_flux.config import Config, LoraConfig
-from ds_flux.consolidate import Weights, consolidate, find_checkpoint, is_lora_file
-from ds_flux.manifest import Manifest, differences, read_manifest
+from ds_flux.consolidate import Weights, consolidate, is_lora_file
+from ds_flux.manifest import MANIFEST, Manifest, differences, read_manifest
+from ds_flux.manifest import find as find_latest
+from ds_flux.zero.files import has_ema
 
 MAX_SHARD_BYTES = 10 * 10**9
 
@@ -80,10 +82,10 @@ def find(config: Config, command: EvaluateCommand) -> Subject:
 
 def open_checkpoint(command: EvaluateCommand, config: Config, architecture: models.Architecture) -> Checkpoint:
     """The checkpoint, or the run's latest one.  Raises UserError where it is not whole, or does not fit the flags."""
-    folder = find_checkpoint(Path(str(command.checkpoint)))
-    if is_lora_file(folder):
-        raise UserError(f"--checkpoint {folder} is a LoRA's file: give it as --lora")
+    folder = folder_of(Path(str(command.checkpoint)))
     manifest = read_manifest(folder)
+    if command.weights == "ema" and not has_ema(manifest):
+        raise UserError(f"--weights ema: {folder} has no EMA weights, it was made without --ema_decay")
     here = json.loads(json.dumps(architecture.config, default=list))
     if here != manifest.transformer_config:
         differ = differences(manifest.transformer_config, here)
@@ -96,6 +98,19 @@ def open_checkpoint(command: EvaluateCommand, config: Config, architecture: mode
                 f"these have {found})"
             )
     return Checkpoint(folder, manifest, command.weights)
+
+
+def folder_of(path: Path) -> Path:
+    """The checkpoint itself, or the latest one of a run's folder.  Raises UserError where there is none."""
+    if is_lora_file(path):
+        raise UserError(f"--checkpoint {path} is a LoRA's file: give it as --lora")
+    found = path if (path / MANIFEST).exists() else find_latest(path)
+    if found is None:
+        raise UserError(
+            f"--checkpoint {path} is no checkpoint of ds_flux and has none in it; one of plain DeepSpeed or accelerate: "
+            "bring it to safetensors with ds-flux consolidate, and give --transformer"
+        )
+    return found
 
 
 def load(subject: Subject) -> Any:
