@@ -98,10 +98,16 @@ def described(images: Facts) -> str:
     """The images in words."""
     prompts = images["prompts"] if isinstance(images["prompts"], str) else "given"
     guidance = "" if images["guidance_scale"] is None else f", guidance {images['guidance_scale']}"
+    num_images, num_prompts = counted(images["num_images"], "image"), counted(images["num_prompts"], "prompt")
     return (
-        f"{images['num_images']} images of {images['num_prompts']} prompts ({prompts}), {images['size']}, "
+        f"{num_images} of {num_prompts} ({prompts}), {images['size']}, "
         f"{images['num_inference_steps']} steps{guidance}, seed {images['seed']}: `images/`"
     )
+
+
+def counted(num: int, what: str) -> str:
+    """ "1 image", "2 images"."""
+    return f"{num} {what}{'' if num == 1 else 's'}"
 
 
 def notes(facts: Facts) -> list[str]:
