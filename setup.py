@@ -32,7 +32,8 @@ setup(
     extras_require={
         "plot": ["matplotlib>=3.9"],
         "demo": ["scikit-learn>=1.5", "matplotlib>=3.9"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "matplotlib>=3.9", "ruff"],
+        "evaluate": ["torch-fidelity>=0.4"],  # FID; brings torchvision, which is not used (launch/install.sh goes without)
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "scikit-learn>=1.5", "matplotlib>=3.9", "ruff", "torchmetrics>=1.9"],
     },
     entry_points={"console_scripts": ["ds-flux = ds_flux.__main__:run"]},
 )

@@ -95,6 +95,20 @@ def sample(argv: list[str]) -> int:
     return 0
 
 
+def evaluate(argv: list[str]) -> int:
+    """validation loss, CLIP score and FID of a checkpoint, a transformer or a LoRA"""
+    from ds_flux import commands, config
+
+    settings, command = config.load(argv, "ds-flux evaluate", commands.EvaluateCommand)
+    chatter.settle(settings.run.verbose)
+    from ds_flux import evaluate as module
+    from ds_flux import runtime
+
+    module.evaluate(settings, command)
+    runtime.shutdown()
+    return 0
+
+
 def doctor(argv: list[str]) -> int:
     """look whether the nodes of --hostfile, or this machine, can run a --config; with --data, at the run's data"""
     from ds_flux import checks, commands, config
@@ -127,7 +141,7 @@ def demo(argv: list[str]) -> int:
 
 COMMANDS = {
     command.__name__: command
-    for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, report, doctor, demo)
+    for command in (train, plan, tune, precompute, checkpoint, consolidate, sample, evaluate, report, doctor, demo)
 }
 
 

@@ -1,5 +1,6 @@
 """The parts of a run from its settings: the model, DeepSpeed configs, frozen models in their engines."""
 
+from dataclasses import replace
 from typing import Any
 
 from diffusers.optimization import get_scheduler
@@ -19,6 +20,11 @@ def find_model(config: Config) -> models.Architecture:
     for component in models.components(architecture.family):
         models.component_folder(config.model, component)
     return architecture
+
+
+def with_transformer(config: Config, folder: str) -> Config:
+    """The settings with the weights of another transformer, also where the run's own began from scratch."""
+    return replace(config, model=replace(config.model, transformer_path=folder, from_scratch=False, transformer_config=None))
 
 
 def check_fits_model(config: Config, architecture: models.Architecture) -> None:

@@ -1,6 +1,7 @@
 """The flags that one command has of its own, beside those of a run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,3 +103,41 @@ class SampleCommand:
     """distilled guidance for models with an embedding for it, else classifier-free guidance; default: the pipeline's"""
     sample_dir: str = "samples"
     """folder for the images, one PNG each"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """this command"""
+
+    transformer: str | None = None
+    """folder of a consolidated transformer; default: the base model's"""
+    lora: str | None = None
+    """LoRA file, or its folder"""
+    checkpoint: str | None = None
+    """instead: a checkpoint, or a run: then its latest one; of all weights, or of a LoRA"""
+    weights: Literal["trained", "ema"] = "trained"
+    """of the checkpoint: those that were trained, or their moving average that --ema_decay kept"""
+    prompts: str | list[str] | None = None
+    """.txt file with one prompt on each line, or a list; default: the captions of the validation set"""
+    num_images_per_prompt: int = 1
+    """images of each prompt, each from noise of its own"""
+    height: int | None = None
+    """pixels; default: --resolution"""
+    width: int | None = None
+    """pixels; default: the same"""
+    num_inference_steps: int = 28
+    """steps of the sampler"""
+    sample_guidance_scale: float | None = None
+    """distilled guidance for models with an embedding for it, else classifier-free guidance; default: the pipeline's"""
+    clip_model: str | None = None
+    """measure the CLIP score by this model: a folder, or a hub id such as openai/clip-vit-large-patch14"""
+    fid_weights: str | None = None
+    """measure FID by Inception with the weights of this file, pt_inception-2015-12-05-6726825d.pth; it is never fetched"""
+    fid_dataset: str | None = None
+    """FID compares with these images: a folder of them, or a data set as the run reads its own; scaled and cropped as there"""
+    fid_statistics: str | None = None
+    """instead: with what --save_fid_statistics wrote of them"""
+    save_fid_statistics: str | None = None
+    """keep what FID needs to know of --fid_dataset in this file"""
+    evaluate_dir: str | None = None
+    """folder for the results and images; default: evaluation here, or of a checkpoint in its run's folder"""

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from ds_flux import UserError, models, runtime, sampling
 from ds_flux.conditioning import Conditioner
 from ds_flux.config import Config
 from ds_flux.flags import names_of
 from ds_flux.sampling import Features, Sampler, Shots
-from ds_flux.sections import ValidationConfig
 from ds_flux.zero.sequence_parallel import SequenceGroup
 
 
@@ -34,15 +32,10 @@ class Gallery:
         with self.group.apart(engine.module) if self.group else nullcontext():
             made = [(number, image) for number, image in self.sampler.images(engine.module) if image]
         engine.train()
-        mine = [(number, as_png(image, self.facts(number))) for number, image in made]
+        mine = [(number, sampling.as_png(image, self.sampler.facts(number))) for number, image in made]
         everyone = sorted(runtime.gathered(mine))
         runtime.on_main(lambda: self.write(everyone, self.folder / title), "writing the images")
         return grid_of([Image.open(io.BytesIO(png)) for _, png in everyone], self.per_prompt)
-
-    def facts(self, number: int) -> dict[str, str]:
-        """What is written into an image's file."""
-        facts = {"prompt": self.sampler.shots.prompts[number], "seed": self.sampler.seed, "number": number}
-        return {name: str(value) for name, value in facts.items()}
 
     def write(self, images: list[tuple[int, bytes]], folder: Path) -> None:
         """One file each; a full disk does not end the run."""
@@ -52,15 +45,6 @@ class Gallery:
                 (folder / f"{number:04d}.png").write_bytes(png)
         except OSError as error:
             runtime.log(f"{folder} cannot be written: {error.strerror}; training goes on")
-
-
-def as_png(image: Image.Image, facts: dict[str, str]) -> bytes:
-    """A file's content, with text in it."""
-    info, file = PngInfo(), io.BytesIO()
-    for name, value in facts.items():
-        info.add_itxt(name, value)
-    image.save(file, "PNG", pnginfo=info)
-    return file.getvalue()
 
 
 def grid_of(images: list[Image.Image], num_columns: int) -> np.ndarray:
@@ -122,7 +106,11 @@ def shots_of(config: Config, architecture: models.Architecture) -> Shots:
     references = sampling.open_references(names_of(settings.validation_image), "--validation_image", config.data)
     size = None if references else resolution
     return Shots(
-        prompts=[prompt for prompt in prompts_of(settings) for _ in range(settings.num_validation_images)],
+        prompts=[
+            prompt
+            for prompt in prompts_of(settings.validation_prompt, "--validation_prompt")
+            for _ in range(settings.num_validation_images)
+        ],
         references=references,
         height=size,
         width=size,
@@ -131,12 +119,11 @@ def shots_of(config: Config, architecture: models.Architecture) -> Shots:
     )
 
 
-def prompts_of(settings: ValidationConfig) -> list[str]:
-    """One, several, or the lines of a file.  Raises UserError for an empty one."""
-    given = settings.validation_prompt
-    where = "--validation_prompt"
+def prompts_of(given: str | list[str] | None, flag: str) -> list[str]:
+    """One, several, or the lines of a .txt file.  Raises UserError for an empty one."""
+    where = flag
     if isinstance(given, str) and given.endswith(".txt"):
-        where = f"--validation_prompt {given}"
+        where = f"{flag} {given}"
         if not Path(given).is_file():
             raise UserError(f"{where}: no such file")
         given = Path(given).read_text(encoding="utf-8").splitlines()

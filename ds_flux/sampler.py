@@ -1,10 +1,7 @@
 """`ds-flux sample`: images from the base model, a consolidated transformer or a LoRA, in one process or sharded over many."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-from PIL import Image
 
 from ds_flux import UserError, assemble, lora, models, runtime, sampling
 from ds_flux.checks import check_colour
@@ -23,20 +20,20 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
     prompts = check(command)
     check_colour(config.data.alpha_background)
     if command.transformer:
-        config = replace(config, model=replace(config.model, transformer_path=command.transformer))
+        config = assemble.with_transformer(config, command.transformer)
     runtime.init(config.run.timeout_s)
     with runtime.together("looking for the model"):
         references = sampling.open_references(names_of(command.image), "--image", config.data)
         architecture = models.find_architecture(config.model)
         is_distilled = models.is_distilled(architecture, config.model)
         sampling.check_guidance(command.sample_guidance_scale, "--sample_guidance_scale", is_distilled, architecture)
-        height, width = size_of(command, max(config.data.resolutions), models.pixels_per_token(config.model), references)
+        default = None if references else max(config.data.resolutions)
+        height, width = sampling.size_of(command.height, command.width, default, models.pixels_per_token(config.model))
         lora_config = lora.config_of_file(Path(command.lora), architecture.family) if command.lora else LoraConfig()
     transformer = assemble.build_frozen_transformer(config, architecture, lora_config)
     conditioner = assemble.build_conditioner(config, architecture)
     with runtime.together("preparing the samples"):
         scheduler = models.build_scheduler(architecture.family, config.model)
-        Path(command.sample_dir).mkdir(parents=True, exist_ok=True)
     shots = Shots(prompts, references, height, width, command.num_inference_steps, command.sample_guidance_scale)
     sampler = Sampler(
         family=architecture.family,
@@ -47,15 +44,10 @@ def sample(config: Config, command: SampleCommand) -> list[Path]:
         is_distilled=is_distilled,
         seed=config.run.seed,
     )
-    written = []
-    for number, image in sampler.images(transformer):
-        with runtime.together("writing an image"):
-            if image is not None:
-                written.append(Path(command.sample_dir) / f"{number:04d}.png")
-                image.save(written[-1])
+    written = sampler.write(transformer, Path(command.sample_dir))
     runtime.barrier()
     runtime.log(f"{len(prompts)} images in {command.sample_dir}")
-    return written
+    return list(written.values())
 
 
 def check(command: SampleCommand) -> list[str]:
@@ -67,12 +59,3 @@ def check(command: SampleCommand) -> list[str]:
         if vars(command)[name] < 1:
             raise UserError(f"--{name} {vars(command)[name]} must be 1 or more")
     return [prompt for prompt in prompts for _ in range(command.num_images_per_prompt)]
-
-
-def size_of(command: SampleCommand, resolution: int, grid: int, references: list[Image.Image]) -> tuple[int | None, int | None]:
-    """Height and width in pixels; None: that of the reference, by the pipeline's own rule.  Raises UserError."""
-    default = None if references else resolution
-    height, width = command.height or default, command.width or default
-    if any(size is not None and (size % grid or size < grid) for size in (height, width)):
-        raise UserError(f"--height {height} and --width {width} must be multiples of {grid} for this model")
-    return height, width

@@ -1,11 +1,14 @@
 """Images from prompts by the stock pipelines: each rank makes its share, and all call the transformer equally often."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from ds_flux import UserError, models, progress, runtime
@@ -65,6 +68,22 @@ class Sampler:
                 bar.set_postfix_str(f"{min(num, (turn + 1) * runtime.world_size())} of {num} images")
                 yield number, image if number < num else None
 
+    def write(self, transformer: Any, folder: Path) -> dict[int, Path]:
+        """Make the images and write them, one PNG each; {number: file} of this rank.  A collective in every turn."""
+        with runtime.together("making the folder of the images"), writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        written = {}
+        for number, image in self.images(transformer):
+            with runtime.together("writing an image"), writing(folder):
+                if image is not None:
+                    written[number] = folder / f"{number:04d}.png"
+                    written[number].write_bytes(as_png(image, self.facts(number)))
+        return written
+
+    def facts(self, number: int) -> dict[str, str]:
+        """What is written into an image's file."""
+        return {"prompt": self.shots.prompts[number], "seed": str(self.seed), "number": str(number)}
+
     def image(self, transformer: Any, text: Features, null_text: Features, number: int) -> Image.Image:
         """One, by the stock pipeline."""
         request = SampleRequest(
@@ -107,6 +126,32 @@ def each_step(transformer: Any, tell: Callable[[], Any]) -> Iterator[None]:
 def encode(conditioner: Conditioner, prompt: str) -> Features:
     """Features of one prompt.  A collective where the text encoder is sharded."""
     return conditioner.encode_text({encoder: [prompt] for encoder in conditioner.encoders})
+
+
+def as_png(image: Image.Image, facts: dict[str, str]) -> bytes:
+    """A file's content, with text in it."""
+    info, file = PngInfo(), io.BytesIO()
+    for name, value in facts.items():
+        info.add_itxt(name, value)
+    image.save(file, "PNG", pnginfo=info)
+    return file.getvalue()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses inside is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def size_of(height: int | None, width: int | None, default: int | None, grid: int) -> tuple[int | None, int | None]:
+    """--height and --width in pixels, or the default; None: the pipeline's choice.  Raises UserError."""
+    height, width = height or default, width or default
+    if any(size is not None and (size % grid or size < grid) for size in (height, width)):
+        raise UserError(f"--height {height} and --width {width} must be multiples of {grid} for this model")
+    return height, width
 
 
 def open_references(paths: list[str], flag: str, data: DataConfig) -> list[Image.Image]:

@@ -15,6 +15,8 @@ if [ ! -e "$stamp" ]; then
     # torch first and by its exact version, or a dependency's range may bring another build
     pip install -q --disable-pip-version-check "torch==$(sed -n 's/^torch==//p' launch/constraints.txt)"
     pip install -q --disable-pip-version-check -c launch/constraints.txt -e ".[$1]"
+    # by itself: it asks for torchvision, of which there is none for torch's CPU build, and one of another build breaks imports
+    [ "$1" != test ] || pip install -q --disable-pip-version-check --no-deps -c launch/constraints.txt torch-fidelity
     touch "$stamp"
 fi
 

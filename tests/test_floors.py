@@ -66,11 +66,11 @@ FLOORS = [
     ["profiling", "models", "conditioning", "denoiser", "export", "merge", "foreign"],
     ["compare", "fingerprints", "flops"],
     ["assemble", "inputs", "caching", "objective", "checkpoint", "consolidate", "outline"],
-    ["validation", "sampling"],
-    ["gallery"],
-    ["run", "rolling", "plan", "report"],
+    ["validation", "sampling", "fid", "clip"],
+    ["gallery", "judges"],
+    ["run", "rolling", "plan", "report", "subject", "evaluate_checks", "evaluate_report"],
     ["planned", "trials"],
-    ["trainer", "precompute", "dry_run", "sampler", "doctor", "demo", "plan_report", "tune"],
+    ["trainer", "precompute", "dry_run", "sampler", "evaluate", "doctor", "demo", "plan_report", "tune"],
     ["__main__"],
 ]
 FAMILY_MODULES = {f"families.{name}" for name in ("flux1", "flux2", "flux3", "tiny", "tiny_autoencoder", "stock")}
@@ -95,7 +95,8 @@ WALLS = {  # third-party package -> the only modules that may import it
     },  # probe: the accelerator; chatter: its logger
     # flow: the weighting schemes; assemble: the learning-rate schedules
     "diffusers": {*FAMILY_MODULES, "models", "attention", "zero.sequence_parallel", "flow", "assemble"},
-    "transformers": {*FAMILY_MODULES, "models"},
+    "transformers": {*FAMILY_MODULES, "models", "clip"},
+    "torch_fidelity": {"fid"},
     "peft": {"lora"},
     "sklearn": {"demo"},
     "tqdm": {"progress"},

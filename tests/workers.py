@@ -135,6 +135,13 @@ def sample(argv: list[str]) -> None:
     sampler.sample(*config.load(argv, "test", commands.SampleCommand))
 
 
+def evaluate(argv: list[str]) -> None:
+    """`ds-flux evaluate` in the group that is there."""
+    from ds_flux import commands, config, evaluate
+
+    evaluate.evaluate(*config.load(argv, "test", commands.EvaluateCommand))
+
+
 def train_and_look(argv: list[str], look_at: str, stop_after: int) -> None:
     """Train, and write to looks.jsonl what is in a folder after each step; one rank gets SIGTERM after step `stop_after`."""
     import json
