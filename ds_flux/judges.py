@@ -161,7 +161,7 @@ def pixels(image: Image.Image) -> Tensor:
 def portions(items: list[Any], what: str) -> Iterable[list[Any]]:
     """So many at once, with a progress bar."""
     turns = [items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE)]
-    return progress.bar(turns, desc=what, unit="batch")
+    return progress.bar(turns, desc=what, unit="turn")
 
 
 def in_words(size: Size) -> str:
