@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ds_flux import demo
-from ds_flux.gallery import as_png
 from ds_flux.report import chart, scored, smoothed
+from ds_flux.sampling import as_png
 from tests.conftest import Assets
 from tests.test_errors import one_line
 
