@@ -19,7 +19,7 @@ from ds_flux.config import Config
 from ds_flux.manifest import write_atomically
 from ds_flux.plan import Machine, Setting
 from ds_flux.runtime import free_port, log
-from ds_flux.sections import ValidationConfig
+from ds_flux.sections import LogConfig, ValidationConfig
 
 ERROR = re.compile(r"\b\w+(Error|Exception): ")  # the last line of a traceback
 TAIL = 300  # characters of what a failed trial said
@@ -85,8 +85,9 @@ class Trials:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         self.results = {result.key: result for result in (Result(**json.loads(line)) for line in lines)}
         data = config.data if config.data.cache_dir else replace(config.data, cache_dir=f"{config.run.output_dir}/cache")
-        # a trial neither measures nor shows what it learns
-        (folder / "run.yaml").write_text(replace(config, data=data, validation=ValidationConfig()).to_yaml())
+        # a trial neither measures nor shows what it learns, and has a line of figures for each step
+        config = replace(config, data=data, validation=ValidationConfig(), log=LogConfig())
+        (folder / "run.yaml").write_text(config.to_yaml())
 
     def speed(self, candidate: Candidate, num_steps: int) -> float:
         """Images per second; 0 where the trial failed."""

@@ -75,7 +75,7 @@ def flags(assets: Assets, tmp_path: Path) -> list[str]:
     (tmp_path / "configs").mkdir()
     broken = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
     (tmp_path / "configs/broken.json").write_text(json.dumps(broken))
-    own = dict(train_batch_size=1, deepspeed_config=assets.ds_config(0), cache_latents="true")
+    own = dict(train_batch_size=1, deepspeed_config=assets.ds_config(0), cache_latents="true", logging_steps=50)
     bounds = ["--num_gpus", "1", "--ds_configs", str(tmp_path / "configs"), "--folder", str(tmp_path / "tune")]
     return [*assets.flags(tmp_path / "run", **own), *bounds, "--trials", "2", "--refinements", "0", "--steps", "2"]
 
